@@ -1,0 +1,182 @@
+"""Measure images per second of ddp_spawn against a bare loop and a classic script, in one run, on CPU.
+
+    python benchmarks/throughput.py --pairs 5
+
+Run it in an environment with examples/ddp_spawn/requirements.txt and Pillow (torchvision brings it), on an idle
+machine. Each figure is of the second epoch: synthetic 28x28 images, the ConvNet, batch 64 per process, AdamW.
+
+bare     N independent processes with one thread each: same model, data and batches, no process group
+ddp      examples/ddp_spawn/train.py with N processes
+classic  what the published guides do: PIL images and per-image transforms in 4 loader workers per process, default
+         threads, DistributedDataParallel over Gloo
+"""
+
+import argparse
+import csv
+import multiprocessing
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples" / "ddp_spawn"
+sys.path.insert(0, str(ROOT))
+from common import data  # noqa: E402
+from common.models import ConvNet  # noqa: E402
+
+BATCH = 64
+
+
+def train_two_epochs(model: torch.nn.Module, loader: DataLoader, bf16: bool, barrier: Barrier) -> float:
+    """Return the images per second of this process in the second epoch; all processes start it together."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        barrier.wait()
+        start, images_seen = time.perf_counter(), 0
+        for images, labels in loader:
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                logits = model(images)
+            loss = F.cross_entropy(logits.float(), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            images_seen += len(labels)
+    return images_seen / (time.perf_counter() - start)
+
+
+def bare(rank: int, args: argparse.Namespace, bf16: bool, barrier: Barrier, results: Queue) -> None:
+    """Train alone on this process's part of the data, held in memory, with one thread."""
+    torch.set_num_threads(1)
+    train_set, _ = data.load("synthetic", size=args.images)
+    sampler = DistributedSampler(train_set, args.processes, rank, drop_last=True)
+    loader = DataLoader(train_set, sampler=BatchSampler(sampler, BATCH, drop_last=True), batch_size=None)
+    results.put(train_two_epochs(ConvNet(), loader, bf16, barrier))
+
+
+class PerImage(Dataset):
+    """The same images as PIL objects, transformed one by one."""
+
+    def __init__(self, images: data.Images) -> None:
+        from torchvision import transforms
+
+        self.images = images
+        self.transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        from PIL import Image
+
+        image = Image.fromarray(self.images.images[index, :, :, 0].numpy(), mode="L")
+        return self.transform(image), int(self.images.labels[index])
+
+
+def classic(rank: int, args: argparse.Namespace, bf16: bool, barrier: Barrier, results: Queue) -> None:
+    """Train as the published guides do."""
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(args.port), GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", rank=rank, world_size=args.processes)
+    train_set = PerImage(data.load("synthetic", size=args.classic_images)[0])
+    sampler = DistributedSampler(train_set, args.processes, rank, drop_last=True)
+    loader = DataLoader(train_set, BATCH, sampler=sampler, num_workers=4, drop_last=True)
+    results.put(train_two_epochs(DistributedDataParallel(ConvNet()), loader, bf16, barrier))
+    dist.destroy_process_group()
+
+
+def together(function, args: argparse.Namespace, bf16: bool) -> float:
+    """Run `function` in args.processes processes at once and return the sum of their images per second."""
+    spawn = multiprocessing.get_context("spawn")
+    barrier, results = spawn.Barrier(args.processes), spawn.Queue()
+    ranks = range(args.processes)
+    processes = [spawn.Process(target=function, args=(rank, args, bf16, barrier, results)) for rank in ranks]
+    for process in processes:
+        process.start()
+    rates = [results.get(timeout=1800) for _ in processes]
+    for process in processes:
+        process.join()
+    return sum(rates)
+
+
+def ddp(args: argparse.Namespace, bf16: bool) -> float:
+    """Run the example as its users do and return the images per second of its second epoch, from metrics.csv."""
+    with tempfile.TemporaryDirectory() as output:
+        command = [sys.executable, "train.py", "--processes", str(args.processes), "--output-dir", output]
+        command += ["--dataset", "synthetic", "--epochs", "2", "--precision", "bf16" if bf16 else "fp32"]
+        subprocess.run(command, cwd=EXAMPLE, check=True, stdout=subprocess.DEVNULL)
+        with open(Path(output, "metrics.csv"), newline="") as file:
+            return float(list(csv.DictReader(file))[1]["samples_per_second"])
+
+
+def resident(pid: int | str) -> float:
+    """Return the resident memory of a process in MB."""
+    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024
+
+
+def descendants(pid: int | str) -> list[str]:
+    """Return the ids of the processes that a process has started, theirs included."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return children + [grandchild for child in children for grandchild in descendants(child)]
+
+
+def start_and_memory(args: argparse.Namespace) -> tuple[float, float, float]:
+    """Return the seconds of a default run on digits, and the MB of its largest process and of `import torch` alone."""
+    alone = "import re, torch; print(re.search(r'VmRSS:\\s+(\\d+)', open('/proc/self/status').read())[1])"
+    baseline = int(subprocess.run([sys.executable, "-c", alone], check=True, capture_output=True).stdout) / 1024
+    with tempfile.TemporaryDirectory() as output:
+        command = [sys.executable, "train.py", "--processes", str(args.processes), "--output-dir", output]
+        start = time.perf_counter()
+        run = subprocess.Popen(command, cwd=EXAMPLE, stdout=subprocess.PIPE, text=True)
+        largest = 0.0
+        for line in run.stdout:
+            if line.startswith("epoch  4"):
+                largest = max(resident(pid) for pid in descendants(run.pid))
+        run.wait()
+        return time.perf_counter() - start, largest, baseline
+
+
+def main() -> None:
+    """Print one line per pair, then the medians."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--classic-images", type=int, default=1_280, help="fewer, since it is slow")
+    parser.add_argument("--port", type=int, default=19_471, help="for the classic script")
+    args = parser.parse_args()
+    args.images = 12_000  # what train.py's synthetic data set has
+    name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    print(f"{name[1] if name else platform.machine()}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}")
+    medians = {}
+    for precision in ("fp32", "bf16"):
+        bf16, rows = precision == "bf16", []
+        for _ in range(args.pairs):
+            rows.append((together(bare, args, bf16), ddp(args, bf16)))
+            print(f"{precision}  bare {rows[-1][0]:6.0f}  ddp {rows[-1][1]:6.0f} images/s", flush=True)
+        medians[precision] = statistics.median(ours for _, ours in rows)
+        ratio = statistics.median(ours / loop for loop, ours in rows)
+        print(f"{precision}  median of ddp {medians[precision]:.0f} images/s, of ddp / bare {ratio:.3f}", flush=True)
+    guides = [together(classic, args, bf16=False) for _ in range(3)]
+    median = statistics.median(guides)
+    print(f"classic, fp32: {', '.join(f'{rate:.0f}' for rate in guides)} images/s; ddp is", end=" ")
+    print(f"{medians['fp32'] / median:.1f} times that, with bf16 {medians['bf16'] / median:.1f} times", flush=True)
+    seconds, largest, baseline = start_and_memory(args)
+    print(f"default run on digits {seconds:.1f} s; largest process {largest:.0f} MB, `import torch` {baseline:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

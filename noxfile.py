@@ -1,0 +1,110 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["nox[uv]>=2024.4.15"]
+# ///
+"""The checks of this repository: `nox -l` lists them, `nox -s smoke` runs the tests on a laptop."""
+
+import filecmp
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit("noxfile.py: error: the examples need Python 3.11 to 3.13: run nox with one")
+
+import nox  # noqa: E402
+
+nox.needs_version = ">=2024.4.15"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["sync", "lint", "smoke"]
+
+ROOT = Path(__file__).resolve().parent
+EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
+assert EXAMPLES, "no examples/*/train.py found"
+LEFT_OUT = shutil.ignore_patterns("output", "data", "__pycache__")  # what runs leave behind
+every_example = nox.parametrize("example", EXAMPLES, ids=EXAMPLES)
+
+
+def install(session: nox.Session, folder: Path) -> None:
+    """Install what an example needs, as its README says."""
+    session.install("-r", str(folder / "requirements.txt"))
+    if (folder / "install.sh").exists():
+        session.run("bash", str(folder / "install.sh"), external=True)
+
+
+def run_tests(session: nox.Session, example: str, marks: str) -> None:
+    """Copy an example out of the repository, install it there, and run the tests that `marks` select on it."""
+    with tempfile.TemporaryDirectory(prefix=f"{example}-") as temporary:
+        folder = Path(shutil.copytree(ROOT / "examples" / example, Path(temporary, example), ignore=LEFT_OUT))
+        install(session, folder)
+        session.install("-r", "tests/requirements.txt")
+        session.run("pytest", "-m", marks, f"--example={example}", f"--folder={folder}", *session.posargs)
+
+
+@nox.session
+def train(session: nox.Session) -> None:
+    """Train one example with 2 processes: `nox -s train -- ddp_spawn --epochs 3` (no name: ddp_spawn)."""
+    arguments = list(session.posargs)
+    example = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "ddp_spawn"
+    if example not in EXAMPLES:
+        session.error(f"there is no example {example!r}: choose from {', '.join(EXAMPLES)}")
+    sys.path.insert(0, str(ROOT / "tests"))
+    from launchers import LAUNCHERS
+
+    folder = ROOT / "examples" / example
+    install(session, folder)
+    if "--resume" not in arguments:
+        shutil.rmtree(folder / "output", ignore_errors=True)
+    session.chdir(folder)
+    session.run(*LAUNCHERS[example].command(2), *arguments)
+
+
+@nox.session
+@every_example
+def smoke(session: nox.Session, example: str) -> None:
+    """Copy each example out of the repository, run its README's command and its tests there, on CPU over Gloo."""
+    run_tests(session, example, "not faults and not slurm")
+
+
+@nox.session
+@every_example
+def faults(session: nox.Session, example: str) -> None:
+    """Run the long tests of each example: ten kills at random moments, each followed by a resume."""
+    run_tests(session, example, "faults")
+
+
+def differences(copy: Path) -> list[str]:
+    """Return the files in which an example's common/ differs from the top-level one, missing and extra ones too."""
+    trees = [ROOT / "common", copy]
+    names = {str(file.relative_to(tree)) for tree in trees for file in tree.rglob("*") if file.is_file()}
+    names = {name for name in names if "__pycache__" not in name}
+    same, _, _ = filecmp.cmpfiles(*trees, names, shallow=False)
+    return sorted(str((copy / name).relative_to(ROOT)) for name in names.difference(same))
+
+
+@nox.session(python=False)
+def sync(session: nox.Session) -> None:
+    """Check that every example's common/ is a copy of the top-level one; `nox -s sync -- --fix` makes it one."""
+    copies = [ROOT / "examples" / example / "common" for example in EXAMPLES]
+    if "--fix" in session.posargs:
+        for copy in copies:
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(ROOT / "common", copy, ignore=LEFT_OUT)
+    if wrong := [name for copy in copies for name in differences(copy)]:
+        session.error(f"differs from the top-level common/: {', '.join(wrong)}; edit there, then: nox -s sync -- --fix")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and syntax: ruff, ruff format, shellcheck, bash -n, YAML."""
+    session.install("-r", "tests/requirements-lint.txt")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    scripts = [".ci/run", *map(str, Path().glob("examples/*/*.s*h")), *map(str, Path().glob("*/*.slurm"))]
+    scripts += map(str, Path().glob("examples/*/*.slurm"))
+    session.run("shellcheck", *scripts)
+    for script in scripts:
+        session.run("bash", "-n", script, external=True, silent=True)
+    session.run("yamllint", "--strict", ".")

@@ -1,0 +1,55 @@
+"""Fixtures: the example under test, copied out of the repository, and its undisturbed reference run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
+assert EXAMPLES, "no examples/*/train.py found"
+
+import runs  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--example", action="append", choices=EXAMPLES, help="test this example only (repeatable)")
+    parser.addoption("--folder", type=Path, help="where a copy of the one example lies (default: this repository)")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "example" in metafunc.fixturenames:
+        metafunc.parametrize("example", metafunc.config.getoption("example") or EXAMPLES, scope="session")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run the tests that belong to no example with the first example only."""
+    if EXAMPLES[0] not in (config.getoption("example") or EXAMPLES):
+        items[:] = [item for item in items if "example" in item.fixturenames]
+
+
+@pytest.fixture(scope="session")
+def source(example: str, pytestconfig: pytest.Config) -> Path:
+    """The folder that users copy."""
+    return pytestconfig.getoption("folder") or ROOT / "examples" / example
+
+
+@pytest.fixture
+def folder(source: Path, tmp_path: Path) -> Path:
+    """A fresh copy of the example's folder, outside the repository."""
+    return runs.copy_example(source, tmp_path / "copied")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An undisturbed run with 2 processes and the default settings."""
+
+    output: Path
+    run: runs.Run
+
+
+@pytest.fixture(scope="session")
+def reference(example: str, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Run the README's local command, once, in a fresh copy."""
+    folder = runs.copy_example(source, tmp_path_factory.mktemp("reference") / example)
+    return Reference(folder / "output", runs.train(example, folder, 2))

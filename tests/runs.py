@@ -1,0 +1,170 @@
+"""Run an example as a user would, find all of its processes, end them, and read what it has written."""
+
+import csv
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from launchers import LAUNCHERS
+
+MARKER = "EXAMPLES_TEST_RUN"  # in the environment of every process of a run, so that each can be found
+FOREIGN = re.compile(r"SLURM|OMPI_|PMI|MASTER_|TORCHELASTIC|(RANK|WORLD_SIZE|LOCAL_RANK|OMP_NUM_THREADS)$")
+TIMES = ("samples_per_second", "seconds")  # the columns of metrics.csv that differ from run to run
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this environment without what a job or another launcher has set, and without GPUs."""
+    kept = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
+    return kept | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def copy_example(source: Path, target: Path) -> Path:
+    """Copy an example's folder, as `cp -r` would, without what earlier runs may have left in it."""
+    return Path(shutil.copytree(source, target, ignore=shutil.ignore_patterns("output", "data", "__pycache__")))
+
+
+@dataclass
+class Run:
+    """A started command: wait for it, read its lines, look for its processes, kill them."""
+
+    command: list[str]
+    folder: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    stdout: str = ""
+    stderr: str = ""
+
+    def __post_init__(self) -> None:
+        self.marker = f"{MARKER}={uuid.uuid4().hex}"
+        name, value = self.marker.split("=")
+        environment = clean_environment() | {name: value} | dict(self.environment)
+        pipe = subprocess.PIPE
+        self.errors = open(self.folder / f"stderr-{value}.txt", "w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            self.command,
+            cwd=self.folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=self.errors,
+            text=True,
+        )
+
+    def read_until(self, text: str) -> str:
+        """Return the next line of stdout that contains `text`; raise AssertionError if the run ends before."""
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.stdout += line
+            if text in line:
+                return line
+        raise AssertionError(f"{text!r} never came:\n{self.stdout}\n{self.wait(30).stderr}")
+
+    def wait(self, seconds: float) -> "Run":
+        """Wait for the command at most `seconds`; then, or on a time-out, no process of it is left."""
+        try:
+            out, _ = self.process.communicate(timeout=seconds)
+            self.stdout += out
+        except subprocess.TimeoutExpired as error:
+            self.kill()
+            raise AssertionError(f"{self.command} hung for {seconds} s:\n{self.stdout}") from error
+        finally:
+            self.kill()
+            self.errors.seek(0)
+            self.stderr = self.errors.read()
+        return self
+
+    @property
+    def status(self) -> int:
+        """The exit status of the command (negative: the signal that ended it)."""
+        return self.process.returncode
+
+    def pids(self) -> list[int]:
+        """Return the ids of all living processes of this run, whatever their parent or session is now."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.marker.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+            except OSError:  # it has ended, or is not ours
+                continue
+        return found
+
+    def workers(self) -> list[int]:
+        """Return the ids of the processes that train: those with torch loaded and without a child of this run."""
+        pids = self.pids()
+        parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids}
+        return [pid for pid in pids if pid not in parents and "libtorch" in Path(f"/proc/{pid}/maps").read_text()]
+
+    def kill(self) -> None:
+        """End every process of this run with SIGKILL and wait until none is left."""
+        deadline = time.monotonic() + 30
+        while pids := self.pids():
+            assert time.monotonic() < deadline, f"processes {pids} do not end"
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            self.process.poll()  # collects it, if it is our own child that has ended
+            time.sleep(0.01)
+
+
+def start(example: str, folder: Path, processes: int, *args: object, **environment: str) -> Run:
+    """Start an example with its local launcher; `args` go to train.py."""
+    return Run(LAUNCHERS[example].command(processes) + [str(arg) for arg in args], folder, environment)
+
+
+def train(example: str, folder: Path, processes: int, *args: object, seconds: float = 180, **environment: str) -> Run:
+    """Run an example to its end and check that it succeeded."""
+    run = start(example, folder, processes, *args, **environment).wait(seconds)
+    assert run.status == 0, f"{run.command} ended with {run.status}:\n{run.stdout}\n{run.stderr}"
+    return run
+
+
+def read_metrics(output: Path) -> list[dict[str, float]]:
+    """Return the rows of metrics.csv in an output folder."""
+    with open(output / "metrics.csv", newline="") as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def without_times(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Leave out the columns that a clock has filled."""
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+
+
+def read_model(output: Path) -> dict[str, torch.Tensor]:
+    """Return the weights in model.pt."""
+    return torch.load(output / "model.pt", weights_only=True)
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the largest absolute difference between two models' weights; raise AssertionError if shapes differ."""
+    assert {name: (w.shape, w.dtype) for name, w in one.items()} == {
+        name: (w.shape, w.dtype) for name, w in other.items()
+    }
+    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
+
+
+def assert_same_run(output: Path, reference: Path) -> None:
+    """Check that two runs ended the same: model.pt bit for bit, metrics.csv in all but the times."""
+    assert without_times(read_metrics(output)) == without_times(read_metrics(reference))
+    one, other = read_model(output), read_model(reference)
+    assert largest_difference(one, other) == 0
+    assert all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
+
+
+def assert_refused(run: Run, status: int, *texts: str) -> None:
+    """Check that bad input ended a run with `status` and one clear line, without a traceback."""
+    lines = {line for line in run.stderr.splitlines() if line.startswith("train.py: error: ")}
+    assert len(lines) == 1, f"not one error line but {len(lines)}:\n{run.stdout}\n{run.stderr}"
+    assert all(text in min(lines) for text in texts), f"{texts} not in {lines}"
+    assert "Traceback" not in run.stderr, run.stderr
+    assert run.status == status, f"status {run.status}, not {status}"

@@ -1,0 +1,234 @@
+"""The contract that every example keeps (see CONTRIBUTING.md), tested on a copy of its folder, on CPU over Gloo."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import runs
+from common import data
+from common.models import ConvNet
+from conftest import Reference
+from launchers import LAUNCHERS
+
+EPOCHS = 5  # of a run with the default settings
+
+
+def recomputed(output: Path, dataset: str, data_dir: str) -> tuple[float, float]:
+    """Return test loss and accuracy of model.pt, computed here, by one process."""
+    weights = runs.read_model(output)
+    model = ConvNet().to(weights["fc2.bias"].dtype)
+    model.load_state_dict(weights)
+    test_set = data.load(dataset, data_dir)[1]
+    images, labels = test_set[list(range(len(test_set)))]
+    with torch.no_grad():
+        logits = model(images.to(weights["fc2.bias"].dtype))
+    return F.cross_entropy(logits, labels).item(), (logits.argmax(1) == labels).double().mean().item()
+
+
+def assert_exact_metrics(output: Path, dataset: str = "digits", data_dir: str = "data") -> None:
+    """Check that the last row of metrics.csv counts each test sample once, over all processes."""
+    loss, accuracy = recomputed(output, dataset, data_dir)
+    row = runs.read_metrics(output)[-1]
+    assert row["test_accuracy"] == pytest.approx(accuracy, abs=1e-12)
+    assert row["test_loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_default_run(example: str, reference: Reference) -> None:
+    """The README's command learns the digits; its printed lines, metrics.csv and model.pt agree with each other."""
+    rows = runs.read_metrics(reference.output)
+    assert [row["epoch"] for row in rows] == list(range(1, EPOCHS + 1))
+    assert all(row["world_size"] == 2 and row["seconds"] > 0 and row["samples_per_second"] > 0 for row in rows)
+    assert rows[-1]["test_accuracy"] >= 0.96
+    assert rows[-1]["train_loss"] < 0.2 < 1 < rows[0]["train_loss"]
+    assert_exact_metrics(reference.output)
+
+    lines = reference.run.stdout.splitlines()
+    first = r"ConvNet on digits: 2 processes on 1 node, gloo on cpu, \d+ threads? each, global batch 128"
+    assert sum(bool(re.fullmatch(first, line)) for line in lines) == 1
+    printed = [re.search(r"epoch +(\d+)/5 \| train loss ([\d.]+) .* test acc +([\d.]+)%", line) for line in lines]
+    values = [tuple(map(float, match.groups())) for match in printed if match]
+    assert values == [(row["epoch"], round(row["train_loss"], 4), round(row["test_accuracy"] * 100, 2)) for row in rows]
+    assert sum("finished: test acc" in line for line in lines) == 1
+
+
+def test_same_seed_same_bits(example: str, folder: Path, reference: Reference) -> None:
+    """A second run ends with the same bits, and never imports torchvision."""
+    run = runs.train(example, folder, 2, PYTHONPROFILEIMPORTTIME="1")
+    assert "torch.distributed" in run.stderr, "the list of imports is missing"
+    assert "torchvision" not in run.stderr
+    runs.assert_same_run(folder / "output", reference.output)
+
+
+def test_resume_of_a_finished_run(example: str, folder: Path, reference: Reference) -> None:
+    """With --resume a finished run writes its model again and ends well."""
+    shutil.copytree(reference.output, folder / "output")
+    (folder / "output" / "model.pt").unlink()
+    run = runs.train(example, folder, 2, "--resume")
+    assert "epoch " not in run.stdout
+    runs.assert_same_run(folder / "output", reference.output)
+
+
+def kill_and_resume(example: str, folder: Path, reference: Reference, kills: int) -> None:
+    """Kill a run with SIGKILL at `kills` random moments, resume it each time, and compare it with the reference."""
+    seed = random.randrange(10**6)
+    print(f"seed of the moments: {seed}")
+    moments = random.Random(seed)
+    done = 0
+    for kill in range(kills):
+        run = runs.start(example, folder, 2, *["--resume"] * bool(kill))
+        run.read_until("ConvNet on digits")
+        if ahead := moments.randrange(min(3, EPOCHS - done)):
+            run.read_until(f"epoch {done + ahead:2}/")
+        time.sleep(moments.random())  # not a wait: the random moment, from before a step to within a save
+        run.kill()
+        done += run.wait(30).stdout.count("epoch ")
+    runs.train(example, folder, 2, "--resume")
+    runs.assert_same_run(folder / "output", reference.output)
+
+
+def test_killed_twice(example: str, folder: Path, reference: Reference) -> None:
+    """SIGKILL to every process at two random moments, then --resume: the same bits, no row twice or missing."""
+    kill_and_resume(example, folder, reference, kills=2)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("repeat", range(5))
+def test_killed_ten_times(example: str, folder: Path, reference: Reference, repeat: int) -> None:
+    """Five runs, each killed at two random moments."""
+    kill_and_resume(example, folder, reference, kills=2)
+
+
+def test_number_of_processes_does_not_matter(example: str, folder: Path) -> None:
+    """3 processes with batch 32 and 1 process with batch 96 take the same steps; both evaluate exactly (359 samples).
+
+    --scale-lr makes their learning rates equal, too. In fp64: in fp32 Adam turns differences in the last bit into
+    differences of 1e-3.
+    """
+    outputs = {}
+    for processes, arguments in ((3, "--batch-size 32 --lr 0.0005 --scale-lr"), (1, "--batch-size 96 --lr 0.0015")):
+        outputs[processes] = folder / f"output-{processes}"
+        arguments += f" --epochs 2 --precision fp64 --output-dir {outputs[processes]}"
+        runs.train(example, folder, processes, *arguments.split())
+        assert_exact_metrics(outputs[processes])
+    assert runs.largest_difference(*map(runs.read_model, outputs.values())) < 1e-9
+    for three, one in zip(*map(runs.read_metrics, outputs.values()), strict=True):
+        assert (three.pop("world_size"), one.pop("world_size")) == (3, 1)
+        assert runs.without_times([three])[0] == pytest.approx(runs.without_times([one])[0], rel=1e-9)
+
+
+def test_bf16_and_seed(example: str, folder: Path, reference: Reference) -> None:
+    """bf16 learns and leaves fp32 weights; another seed gives another model."""
+    runs.train(example, folder, 2, "--precision", "bf16", "--seed", 1, "--epochs", 2)
+    weights = runs.read_model(folder / "output")
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+    assert runs.read_metrics(folder / "output")[-1]["test_accuracy"] > 0.8
+    assert runs.largest_difference(weights, runs.read_model(reference.output)) > 0.01
+
+
+def test_one_worker_killed(example: str, folder: Path) -> None:
+    """SIGKILL to one worker: within 60 s the run ends non-zero and says which process died."""
+    run = runs.start(example, folder, 2)
+    run.read_until("epoch  1/")
+    victim = max(run.workers())
+    os.kill(victim, signal.SIGKILL)
+    run.wait(60)
+    assert LAUNCHERS[example].dead_worker == "fails" and run.status > 0
+    assert re.search(rf"process \d|rank:? *\d|{victim}", run.stderr) and "SIGKILL" in run.stderr, run.stderr
+    assert "finished" not in run.stdout
+
+
+def test_exception_in_one_worker(example: str, folder: Path) -> None:
+    """An exception on rank 1 alone: its traceback is shown and the run ends non-zero within 60 s."""
+    models = folder / "common" / "models.py"
+    line = "        x = F.relu(self.conv1(images))"
+    planted = "        if torch.distributed.get_rank() == 1:\n            raise ArithmeticError('planted on rank 1')\n"
+    assert models.read_text().count(line) == 1
+    models.write_text(models.read_text().replace(line, planted + line))
+    run = runs.start(example, folder, 2).wait(60)
+    assert run.status > 0
+    assert "Traceback" in run.stderr and "ArithmeticError: planted on rank 1" in run.stderr, run.stderr
+    assert not (folder / "output" / "model.pt").exists()
+
+
+def test_one_worker_hangs(example: str, folder: Path) -> None:
+    """A worker that stops answering: the others give up after --timeout, and the run ends non-zero."""
+    run = runs.start(example, folder, 2, "--timeout", 5)
+    run.read_until("epoch  1/")
+    os.kill(max(run.workers()), signal.SIGSTOP)
+    run.wait(5 + 60)
+    assert run.status > 0 and "finished" not in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        ("--dataset cifar", ["--dataset", "'cifar'", "digits"]),
+        ("--epochs -1", ["--epochs", "1 or more"]),
+        ("--batch-size 0", ["--batch-size", "1 or more"]),
+        ("--batch-size 720", ["--batch-size 720", "719"]),
+        ("--lr -1", ["--lr", "0 or more"]),
+        ("--output-dir train.py/output", ["--output-dir", "train.py/output", "another folder"]),
+        ("--dataset mnist", ["no mnist in data/MNIST/raw", "python -m common.data mnist --data-dir data"]),
+    ],
+)
+def test_bad_input(example: str, folder: Path, arguments: str, texts: list[str]) -> None:
+    """Bad input ends with one clear line that says what to do."""
+    run = runs.start(example, folder, 2, *arguments.split()).wait(60)
+    runs.assert_refused(run, LAUNCHERS[example].refusal, *texts)
+
+
+@pytest.mark.parametrize(
+    ("case", "processes", "arguments", "texts"),
+    [
+        ("there already", 2, "", ["output/checkpoint", "--resume", "--output-dir"]),
+        ("another world size", 1, "--resume", ["output/checkpoint", "world_size 2"]),
+        ("other settings", 2, "--resume --lr 0.1", ["output/checkpoint", "lr 0.001"]),
+        ("one bit flipped", 2, "--resume", ["output/checkpoint", "damaged", "move it away"]),
+        ("truncated", 2, "--resume", ["output/checkpoint", "damaged", "move it away"]),
+    ],
+)
+def test_bad_checkpoint(
+    example: str, folder: Path, reference: Reference, case: str, processes: int, arguments: str, texts: list[str]
+) -> None:
+    """A checkpoint that cannot be used is refused with its path, and left untouched."""
+    shutil.copytree(reference.output, folder / "output")
+    checkpoint = folder / "output" / LAUNCHERS[example].checkpoint
+    content = bytearray(checkpoint.read_bytes())
+    if case == "one bit flipped":
+        content[len(content) // 2] ^= 1
+    elif case == "truncated":
+        del content[len(content) // 2 :]
+    checkpoint.write_bytes(content)
+    run = runs.start(example, folder, processes, *arguments.split()).wait(60)
+    runs.assert_refused(run, LAUNCHERS[example].refusal, *texts)
+    assert checkpoint.read_bytes() == content
+    assert {path.name for path in checkpoint.parent.iterdir()} == {path.name for path in reference.output.iterdir()}
+
+
+def test_readme_and_requirements(example: str, source: Path) -> None:
+    """The README has its sections and the command that these tests run, and requirements.txt pins exactly."""
+    readme = (source / "README.md").read_text()
+    titles = ["What it shows", "Run locally", "Run on SLURM", "Expected output", "Make it yours", "When it fails"]
+    assert re.findall("^## (.+)$", readme, re.MULTILINE) == titles
+    assert len(readme.splitlines()) <= 80
+    local = readme.partition("## Run locally")[2].partition("## ")[0]
+    assert " ".join(LAUNCHERS[example].command(2)) in local.splitlines()
+    for line in (source / "requirements.txt").read_text().splitlines():
+        assert re.match(r"[a-z-]+==[\d.]+( |$)", line), line
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the NCCL path is not tested here")
+def test_on_gpus(example: str, folder: Path) -> None:
+    """Where there are GPUs: one process each, NCCL, and the digits are learnt."""
+    count = torch.cuda.device_count()
+    run = runs.train(example, folder, count, CUDA_VISIBLE_DEVICES=",".join(map(str, range(count))))
+    assert "nccl on cuda" in run.stdout
+    assert runs.read_metrics(folder / "output")[-1]["test_accuracy"] >= 0.95

@@ -1,0 +1,163 @@
+"""Real input: MNIST and FashionMNIST through torchvision's own files, reader and downloader."""
+
+import functools
+import gzip
+import hashlib
+import http.server
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_contract import assert_exact_metrics
+
+import runs
+from common import data
+from launchers import LAUNCHERS
+
+CLASSES = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
+SIZES = {"train": 700, "t10k": 101}
+
+
+def idx_files() -> dict[str, bytes]:
+    """Return MNIST's four files, made of the embedded digits: the header of the idx format, then the bytes."""
+    arrays = np.load(Path(data.__file__).with_name("digits.npz"))
+    files = {}
+    for part, key in (("train", "train"), ("t10k", "test")):
+        small = arrays[f"{key}_images"][: SIZES[part]].astype(np.uint16) * 255 // 16
+        images = np.pad(small.astype(np.uint8).repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))
+        labels = arrays[f"{key}_labels"][: SIZES[part]]
+        files[f"{part}-images-idx3-ubyte"] = struct.pack(">IIII", 0x803, *images.shape) + images.tobytes()
+        files[f"{part}-labels-idx1-ubyte"] = struct.pack(">II", 0x801, len(labels)) + labels.tobytes()
+    return files
+
+
+def write_data(data_dir: Path, name: str) -> Path:
+    """Write the files of data set `name` where torchvision expects them under `data_dir`; return their folder."""
+    raw = data_dir / CLASSES[name] / "raw"
+    raw.mkdir(parents=True)
+    for file, content in idx_files().items():
+        (raw / file).write_bytes(content)
+    return raw
+
+
+def test_trains_on_idx_files(example: str, folder: Path) -> None:
+    """A few hundred images in torchvision's format are read, learnt and evaluated exactly."""
+    write_data(folder / "files", "fashion_mnist")
+    arguments = "--dataset fashion_mnist --data-dir files --epochs 4 --batch-size 16"
+    runs.train(example, folder, 2, *arguments.split())
+    rows = runs.read_metrics(folder / "output")
+    assert rows[-1]["test_accuracy"] > 0.8 and rows[-1]["train_loss"] < 0.5
+    assert_exact_metrics(folder / "output", "fashion_mnist", str(folder / "files"))
+
+
+def test_truncated_idx_file(example: str, folder: Path) -> None:
+    """A truncated file ends the run with the folder and the command that fetches it anew."""
+    path = write_data(folder / "data", "mnist") / "train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-100])
+    run = runs.start(example, folder, 2, "--dataset", "mnist").wait(60)
+    runs.assert_refused(
+        run, LAUNCHERS[example].refusal, "data/MNIST/raw", "python -m common.data mnist --data-dir data"
+    )
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_reads_idx_files(tmp_path: Path, name: str) -> None:
+    """The bytes of the files are the images and labels of the data set, for mnist and fashion_mnist alike."""
+    write_data(tmp_path, name)
+    train_set, test_set = data.load(name, str(tmp_path))
+    assert (len(train_set), len(test_set)) == (SIZES["train"], SIZES["t10k"])
+    assert train_set.images.numpy().tobytes() == idx_files()["train-images-idx3-ubyte"][16:]
+    assert bytes(test_set.labels.tolist()) == idx_files()["t10k-labels-idx1-ubyte"][8:]
+
+
+@pytest.mark.parametrize("file", ["train-images", "train-labels", "t10k-images", "t10k-labels"])
+@pytest.mark.parametrize("left", [0, 2, 6, 40])
+def test_damaged_idx_files(tmp_path: Path, file: str, left: int) -> None:
+    """Whichever file is cut off, and wherever, the error says where it is and how to fetch it anew."""
+    path = next(write_data(tmp_path, "mnist").glob(f"{file}*"))
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(data.DataError, match=r"MNIST/raw .*python -m common\.data mnist"):
+        data.load("mnist", str(tmp_path))
+
+
+@pytest.mark.parametrize("file", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
+def test_files_that_do_not_belong_together(tmp_path: Path, file: str) -> None:
+    """As many images as labels, or none is used."""
+    raw = write_data(tmp_path, "mnist")
+    part, _, rest = file.partition("-")
+    other = {"train": "t10k", "t10k": "train"}[part]
+    (raw / file).write_bytes((raw / f"{other}-{rest}").read_bytes())
+    with pytest.raises(data.DataError, match="do not belong together"):
+        data.load("mnist", str(tmp_path))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """Serve MNIST's packed files on loopback; yield the address and the folder they lie in."""
+    served = tmp_path / "served"
+    served.mkdir()
+    for file, content in idx_files().items():
+        (served / f"{file}.gz").write_bytes(gzip.compress(content))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=served)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
+        thread = threading.Thread(target=httpd.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{httpd.server_address[1]}/", served
+        httpd.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: tuple[str, Path]) -> Path:
+    """Make `python -m common.data mnist --data-dir data` use the local server; return the folder it runs in."""
+    from torchvision import datasets
+
+    address, served = server
+    checksums = [(path.name, hashlib.md5(path.read_bytes()).hexdigest()) for path in served.iterdir()]
+    monkeypatch.setattr(datasets.MNIST, "mirrors", [address])
+    monkeypatch.setattr(datasets.MNIST, "resources", checksums)
+    monkeypatch.setattr("sys.argv", ["common.data", "mnist", "--data-dir", "data"])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_download(command: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The download command fetches files that can be read; a second time it finds them and leaves them."""
+    for _ in range(2):
+        data.main()
+        assert "mnist is in data/MNIST" in capsys.readouterr().out
+        assert [path.name for path in (command / "data").iterdir()] == ["MNIST"]
+    for file, content in idx_files().items():
+        assert (command / "data" / "MNIST" / "raw" / file).read_bytes() == content
+    assert len(data.load("mnist", "data")[0]) == SIZES["train"]
+
+
+@pytest.mark.parametrize("fault", ["another content", "gone"])
+def test_download_refused(
+    command: Path, server: tuple[str, Path], fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a wrong checksum or a missing file the command fails in one line and leaves nothing half-written."""
+    file = server[1] / "t10k-labels-idx1-ubyte.gz"
+    if fault == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(gzip.compress(b"something else"))
+    with pytest.raises(SystemExit) as ended:
+        data.main()
+    assert ended.value.code == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert len(errors) == 1 and "mnist was not downloaded" in errors[0]
+    assert list((command / "data").iterdir()) == []
+
+
+def test_download_beside_damaged_files(command: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files that are there already are never overwritten: if they are damaged, the command says what to remove."""
+    raw = write_data(command / "data", "mnist")
+    (raw / "train-labels-idx1-ubyte").write_bytes(b"")
+    with pytest.raises(SystemExit):
+        data.main()
+    assert "data/MNIST/raw" in capsys.readouterr().err
+    assert (raw / "train-labels-idx1-ubyte").read_bytes() == b""

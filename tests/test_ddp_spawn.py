@@ -1,0 +1,62 @@
+"""What only ddp_spawn promises: its parent process, its checks of the job around it, its threads."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import runs
+
+
+@pytest.fixture
+def example(example: str) -> str:
+    """Leave out the other examples."""
+    if example != "ddp_spawn":
+        pytest.skip("a test of ddp_spawn")
+    return example
+
+
+@pytest.mark.parametrize(
+    ("variables", "texts"),
+    [
+        ({"SLURM_JOB_NUM_NODES": "2"}, ["this job has 2", "--nodes=1", "torchrun_multinode"]),
+        ({"SLURM_JOB_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "4"}, ["srun", "several copies", "--ntasks=1"]),
+    ],
+)
+def test_wrong_job(example: str, folder: Path, variables: dict[str, str], texts: list[str]) -> None:
+    """A job of another shape than one node and one task is refused."""
+    run = runs.start(example, folder, 2, **variables).wait(60)
+    runs.assert_refused(run, 2, *texts)
+
+
+def test_cores_of_the_job(example: str, folder: Path) -> None:
+    """One node of a larger job will do, and its --cpus-per-task is shared out over the processes."""
+    variables = {"SLURM_JOB_NUM_NODES": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}
+    run = runs.train(example, folder, 2, "--epochs", 1, **variables, SLURM_CPUS_PER_TASK="6")
+    assert "2 processes on 1 node, gloo on cpu, 3 threads each" in run.stdout
+
+
+def test_more_processes_than_gpus(example: str, folder: Path) -> None:
+    """On a GPU machine (played here) more processes than GPUs are refused before any of them starts."""
+    (folder / "with_one_gpu.py").write_text(
+        "import runpy, sys, torch\n"
+        "torch.cuda.device_count = lambda: 1\n"
+        "sys.argv = ['train.py', '--processes', '2']\n"
+        "runpy.run_path('train.py', run_name='__main__')\n"
+    )
+    run = runs.Run(["python", "with_one_gpu.py"], folder).wait(60)
+    runs.assert_refused(run, 2, "--processes 2", "1 GPU")
+
+
+def test_parent_killed(example: str, folder: Path) -> None:
+    """SIGKILL to the parent alone: its processes end by themselves, none trains on unseen."""
+    run = runs.start(example, folder, 2, "--epochs", 1000)
+    run.read_until("epoch  1/")
+    os.kill(run.process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while run.workers():
+        assert time.monotonic() < deadline, "the processes go on without their parent"
+        time.sleep(0.05)
+    run.wait(10)
