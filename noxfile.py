@@ -5,10 +5,12 @@
 """The checks of this repository: `nox -l` lists them, `nox -s smoke` runs the tests on a laptop."""
 
 import filecmp
+import importlib
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit("noxfile.py: error: the examples need Python 3.11 to 3.13: run nox with one")
@@ -25,6 +27,12 @@ EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
 assert EXAMPLES, "no examples/*/train.py found"
 LEFT_OUT = shutil.ignore_patterns("output", "data", "__pycache__")  # what runs leave behind
 every_example = nox.parametrize("example", EXAMPLES, ids=EXAMPLES)
+
+
+def ours(module: str) -> ModuleType:
+    """Import a module of this repository, which is not installed anywhere."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    return importlib.import_module(module)
 
 
 def install(session: nox.Session, folder: Path) -> None:
@@ -50,22 +58,28 @@ def train(session: nox.Session) -> None:
     example = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "ddp_spawn"
     if example not in EXAMPLES:
         session.error(f"there is no example {example!r}: choose from {', '.join(EXAMPLES)}")
-    sys.path.insert(0, str(ROOT / "tests"))
-    from launchers import LAUNCHERS
-
     folder = ROOT / "examples" / example
     install(session, folder)
     if "--resume" not in arguments:
         shutil.rmtree(folder / "output", ignore_errors=True)
     session.chdir(folder)
-    session.run(*LAUNCHERS[example].command(2), *arguments)
+    session.run(*ours("launchers").LAUNCHERS[example].command(2), *arguments)
 
 
 @nox.session
 @every_example
 def smoke(session: nox.Session, example: str) -> None:
     """Copy each example out of the repository, run its README's command and its tests there, on CPU over Gloo."""
-    run_tests(session, example, "not faults and not slurm")
+    run_tests(session, example, "not slurm and not faults")
+
+
+@nox.session
+@every_example
+def slurm(session: nox.Session, example: str) -> None:
+    """Start a SLURM of two nodes on this machine and submit each example's run.slurm, unmodified (needs root)."""
+    if reason := ours("lab").why_not():
+        session.skip(reason)
+    run_tests(session, example, "slurm and not faults")
 
 
 @nox.session

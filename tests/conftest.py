@@ -1,15 +1,10 @@
 """Fixtures: the example under test, copied out of the repository, and its undisturbed reference run."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
-assert EXAMPLES, "no examples/*/train.py found"
-
-import runs  # noqa: E402
+import runs
+from runs import EXAMPLES, ROOT, Reference
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,14 +33,6 @@ def source(example: str, pytestconfig: pytest.Config) -> Path:
 def folder(source: Path, tmp_path: Path) -> Path:
     """A fresh copy of the example's folder, outside the repository."""
     return runs.copy_example(source, tmp_path / "copied")
-
-
-@dataclass(frozen=True)
-class Reference:
-    """An undisturbed run with 2 processes and the default settings."""
-
-    output: Path
-    run: runs.Run
 
 
 @pytest.fixture(scope="session")

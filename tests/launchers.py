@@ -11,6 +11,7 @@ class Launcher:
     local: str
     refusal: int  # exit status after bad input
     dead_worker: str  # "fails": one dead worker ends the run; "recovers": the launcher starts it again
+    processes_in_job: int  # how many run.slurm starts, unmodified, on nodes without GPUs
     checkpoint: str = "checkpoint.pt"
 
     def command(self, processes: int) -> list[str]:
@@ -19,5 +20,5 @@ class Launcher:
 
 
 LAUNCHERS = {
-    "ddp_spawn": Launcher("python train.py --processes {n}", refusal=2, dead_worker="fails"),
+    "ddp_spawn": Launcher("python train.py --processes {n}", refusal=2, dead_worker="fails", processes_in_job=2),
 }

@@ -8,14 +8,16 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-
 from launchers import LAUNCHERS
 
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
+assert EXAMPLES, "no examples/*/train.py found"
 MARKER = "EXAMPLES_TEST_RUN"  # in the environment of every process of a run, so that each can be found
 FOREIGN = re.compile(r"SLURM|OMPI_|PMI|MASTER_|TORCHELASTIC|(RANK|WORLD_SIZE|LOCAL_RANK|OMP_NUM_THREADS)$")
 TIMES = ("samples_per_second", "seconds")  # the columns of metrics.csv that differ from run to run
@@ -30,6 +32,44 @@ def clean_environment() -> dict[str, str]:
 def copy_example(source: Path, target: Path) -> Path:
     """Copy an example's folder, as `cp -r` would, without what earlier runs may have left in it."""
     return Path(shutil.copytree(source, target, ignore=shutil.ignore_patterns("output", "data", "__pycache__")))
+
+
+def find_processes(variable: str) -> list[int]:
+    """Return the ids of all living processes that have `variable`, as NAME=value, in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:  # it has ended, or is not ours
+            continue
+    return found
+
+
+def with_torch(pids: list[int]) -> dict[int, int]:
+    """Of these processes return those that have torch loaded, with their parents."""
+    found = {}
+    for pid in pids:
+        try:
+            if "libtorch" in Path(f"/proc/{pid}/maps").read_text():
+                found[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def workers(pids: list[int]) -> list[int]:
+    """Of these processes return those that train: torch is loaded, and none of the others is a child of theirs."""
+    parents = with_torch(pids)
+    return [pid for pid in parents if pid not in parents.values()]
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Wait until a condition holds; raise AssertionError, with `what`, if it does not within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what}"
+        time.sleep(0.2)
 
 
 @dataclass
@@ -88,20 +128,11 @@ class Run:
 
     def pids(self) -> list[int]:
         """Return the ids of all living processes of this run, whatever their parent or session is now."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if self.marker.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
-            except OSError:  # it has ended, or is not ours
-                continue
-        return found
+        return find_processes(self.marker)
 
     def workers(self) -> list[int]:
         """Return the ids of the processes that train: those with torch loaded and without a child of this run."""
-        pids = self.pids()
-        parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids}
-        return [pid for pid in pids if pid not in parents and "libtorch" in Path(f"/proc/{pid}/maps").read_text()]
+        return workers(self.pids())
 
     def kill(self) -> None:
         """End every process of this run with SIGKILL and wait until none is left."""
@@ -115,6 +146,14 @@ class Run:
                     continue
             self.process.poll()  # collects it, if it is our own child that has ended
             time.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An undisturbed run with 2 processes and the default settings."""
+
+    output: Path
+    run: Run
 
 
 def start(example: str, folder: Path, processes: int, *args: object, **environment: str) -> Run:

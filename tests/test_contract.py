@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+import runs
 import torch
+from launchers import LAUNCHERS
+from runs import Reference
 from torch.nn import functional as F
 
-import runs
 from common import data
 from common.models import ConvNet
-from conftest import Reference
-from launchers import LAUNCHERS
 
 EPOCHS = 5  # of a run with the default settings
 
@@ -72,7 +72,7 @@ def test_resume_of_a_finished_run(example: str, folder: Path, reference: Referen
     shutil.copytree(reference.output, folder / "output")
     (folder / "output" / "model.pt").unlink()
     run = runs.train(example, folder, 2, "--resume")
-    assert "epoch " not in run.stdout
+    assert "continuing after epoch 5 of 5" in run.stdout and "train loss" not in run.stdout
     runs.assert_same_run(folder / "output", reference.output)
 
 
@@ -89,7 +89,7 @@ def kill_and_resume(example: str, folder: Path, reference: Reference, kills: int
             run.read_until(f"epoch {done + ahead:2}/")
         time.sleep(moments.random())  # not a wait: the random moment, from before a step to within a save
         run.kill()
-        done += run.wait(30).stdout.count("epoch ")
+        done += run.wait(30).stdout.count("train loss")
     runs.train(example, folder, 2, "--resume")
     runs.assert_same_run(folder / "output", reference.output)
 

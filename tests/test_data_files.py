@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import runs
+from launchers import LAUNCHERS
 from test_contract import assert_exact_metrics
 
-import runs
 from common import data
-from launchers import LAUNCHERS
 
 CLASSES = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 SIZES = {"train": 700, "t10k": 101}

@@ -2,11 +2,9 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
-
 import runs
 
 
@@ -55,8 +53,5 @@ def test_parent_killed(example: str, folder: Path) -> None:
     run = runs.start(example, folder, 2, "--epochs", 1000)
     run.read_until("epoch  1/")
     os.kill(run.process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while run.workers():
-        assert time.monotonic() < deadline, "the processes go on without their parent"
-        time.sleep(0.05)
+    runs.wait_until(lambda: not run.workers(), 60, "the end of the processes that have lost their parent")
     run.wait(10)

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-
 import runs
-from conftest import EXAMPLES, ROOT
+import torch
 from launchers import LAUNCHERS
+from runs import EXAMPLES, ROOT
 
 
 def nox(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

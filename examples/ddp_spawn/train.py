@@ -215,6 +215,8 @@ def main(rank, args, port):
         where = f"{world_size} processes on 1 node, {dist.get_backend()} on {device.type}"
         threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} each"
         print(f"ConvNet on {args.dataset}: {where}, {threads}, global batch {world_size * args.batch_size}")
+        if history:
+            print(f"continuing after epoch {len(history)} of {args.epochs}")
     for epoch in range(len(history), args.epochs):
         sampler.set_epoch(epoch)  # ddp: another order each epoch
         start = time.perf_counter()

@@ -1,0 +1,124 @@
+"""Command line of the lab: `python -m lab --help`."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from lab.cluster import Lab, why_not
+from lab.config import LabError
+
+
+def up(args: argparse.Namespace) -> None:
+    begin = time.monotonic()
+    lab = Lab(args.nodes, args.cpus, args.gpus, args.name, args.share, args.conf)
+    lab.up(detached=True)
+    print(f"lab: {' '.join(lab.nodes)} idle after {time.monotonic() - begin:.1f} s; now try")
+    print(f"    python -m lab run -- srun --nodes={args.nodes} hostname")
+
+
+def down(args: argparse.Namespace) -> None:
+    lab = Lab(name=args.name)
+    print(f"lab: {'ended' if lab.down(args.keep_logs) else 'nothing was running'}")
+
+
+def folder(args: argparse.Namespace) -> str:
+    if not os.path.isdir(args.chdir):
+        raise LabError(f"--chdir {args.chdir}: no such folder")
+    return os.path.abspath(args.chdir)
+
+
+def run(args: argparse.Namespace) -> None:
+    words = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not words:
+        raise LabError("run: which command? For example: python -m lab run -- sinfo")
+    command = Lab.find(args.name).command(words, args.node, folder(args))
+    os.execvp(command[0], command)
+
+
+def shell(args: argparse.Namespace) -> None:
+    command = Lab.find(args.name).command([os.environ.get("SHELL", "/bin/sh")], args.node, folder(args))
+    os.execvp(command[0], command)
+
+
+def status(args: argparse.Namespace) -> None:
+    lab = Lab.find(args.name)
+    states = lab.states()
+    for node in lab.nodes:
+        print(f"{node}  {lab.addresses[node]}  {states[node]}  {len(lab.processes(node))} processes")
+    print(lab.run(["squeue"], cwd="/").stdout, end="")
+
+
+def logs(args: argparse.Namespace) -> None:
+    folder = Lab(name=args.name).folder / "logs"
+    files = sorted(folder.glob(f"{args.which}.*" if args.which else "*"))
+    if not files:
+        raise LabError(f"no log of {args.which or 'a lab'} in {folder}")
+    for file in files:
+        text = file.read_text(errors="replace")
+        if text:
+            print(f"==> {file} <==\n{text}")
+
+
+def fault(args: argparse.Namespace) -> None:
+    lab = Lab.find(args.name)
+    getattr(lab, args.action)(args.target)
+    print(f"lab: {args.action} {args.target}: done")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="lab", description="A throwaway SLURM of several nodes on one machine.")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def add(name: str, function: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument("--name", default="lab", help="which of several labs (default: %(default)s)")
+        action.set_defaults(function=function)
+        return action
+
+    action = add("up", up, "start a lab and leave it running")
+    action.add_argument("--nodes", type=int, default=2, help="default: %(default)s")
+    action.add_argument("--cpus", type=int, default=4, help="per node (default: %(default)s)")
+    action.add_argument("--gpus", type=int, default=0, help="stand-ins per node (default: %(default)s)")
+    action.add_argument("--share", action="append", default=[], metavar="PATH", help="a folder in /tmp for all nodes")
+    action.add_argument("--conf", action="append", default=[], metavar="KEY=VALUE", help="a line for slurm.conf")
+    for name, function in ("run", run), ("shell", shell):
+        action = add(name, function, f"{name} inside the lab, in the current folder")
+        action.add_argument("--node", default="head", help="where (default: %(default)s)")
+        action.add_argument("--chdir", default=".", metavar="FOLDER", help="default: the current one")
+        if name == "run":
+            action.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
+    add("status", status, "show nodes and jobs")
+    add("logs", logs, "show logs").add_argument("which", nargs="?", help="a node, slurmctld, munged or keeper")
+    for name, target, text in (
+        ("cut", "NODE", "take a node off the network"),
+        ("heal", "NODE", "put it back"),
+        ("stop", "NODE", "end the slurmd of a node"),
+        ("start", "NODE", "start it again"),
+        ("requeue", "JOB", "requeue a job, as preemption does"),
+        ("timelimit", "JOB", "send SIGUSR1 to a job's batch shell, as near its time limit"),
+    ):
+        add(name, fault, text).add_argument("target", metavar=target)
+    add("down", down, "end the lab").add_argument("--keep-logs", action="store_true", help="leave its logs")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_args()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `lab logs | head`, and for what `run` starts
+    try:
+        if args.action != "up" and os.geteuid() != 0:
+            raise LabError(str(why_not()))
+        args.function(args)
+    except LabError as error:
+        print(f"lab: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

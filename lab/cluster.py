@@ -1,0 +1,343 @@
+"""The lab seen from outside: start it, run commands in it, break it, end it."""
+
+import contextlib
+import fcntl
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lab.config import HEAD, SEARCH, LabError, Plan
+from lab.keeper import find_process, inside, output, until
+
+PROGRAMS = (
+    *(
+        "munged",
+        "slurmctld",
+        "slurmd",
+        "slurmstepd",
+        "sbatch",
+        "srun",
+        "scontrol",
+        "scancel",
+        "sinfo",
+        "squeue",
+    ),
+    *("ip", "mount", "nsenter", "setpriv", "unshare"),
+)
+INSTALL = "apt-get install --no-install-recommends slurm-wlm munge iproute2 openmpi-bin libpmix-dev"
+# The states that `scontrol show job` gives to a job that will not run again.
+FINISHED = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE"),
+    *("FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"),
+)
+
+
+def why_not() -> str | None:
+    """The reason why no lab can start on this machine, in one line, or None if one can."""
+    if sys.platform != "linux":
+        return "a lab needs Linux"
+    if os.geteuid() != 0:
+        return "a lab needs root: run it with sudo"
+    missing = [program for program in PROGRAMS if not shutil.which(program, path=SEARCH)]
+    if missing:
+        return f"missing programs: {' '.join(missing)} ({INSTALL})"
+    spaces = ["--pid", "--fork", "--mount", "--net", "--ipc", "--uts", "--mount-proc"]
+    for kind in ["bridge"], ["veth", "peer", "name", "eth0"]:
+        test = ["unshare", *spaces, "ip", "link", "add", "lab", "type", *kind]
+        done = subprocess.run(test, capture_output=True, text=True, env={"PATH": SEARCH})
+        if done.returncode != 0:
+            return f"this machine does not permit namespaces with a {kind[0]}: {done.stderr.strip()}"
+    return None
+
+
+class Lab:
+    """One lab. As a context manager it is up inside the block, and vanishes with this process in any case.
+
+    `cpus` and `gpus` are per node. `share` names folders in /tmp that all nodes see; the current folder is
+    always one. `extra_conf` holds lines for slurm.conf; a line replaces the lab's own with the same key.
+    `hosts` changes what names resolve to in one place: {"node1": {"node1": "127.0.1.1"}}.
+    Methods raise LabError, whose text is one line for the user. Times are in seconds.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 2,
+        cpus: int = 4,
+        gpus: int = 0,
+        name: str = "lab",
+        share: Iterable[str | Path] = (),
+        extra_conf: Iterable[str] = (),
+        hosts: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        folders = [name for path in share for name in (os.path.abspath(path), os.path.realpath(path))]
+        if os.getcwd() != "/tmp":
+            folders.append(os.getcwd())
+        overrides = {place: dict(names) for place, names in (hosts or {}).items()}
+        self._use(Plan(name, nodes, cpus, gpus, folders, list(extra_conf), overrides))
+
+    def _use(self, plan: Plan) -> None:
+        self._plan = plan
+        self.folder = plan.folder  # settings, logs and state
+        self.nodes = plan.node_names
+        self.addresses = plan.addresses  # of the nodes and of the head
+
+    @classmethod
+    def find(cls, name: str = "lab") -> "Lab":
+        """The running lab of that name; raises LabError if there is none."""
+        lab = cls(name=name)
+        lab._pid_of(HEAD)
+        lab._use(Plan.load(lab.folder))
+        return lab
+
+    def __enter__(self) -> "Lab":
+        return self.up()
+
+    def __exit__(self, *_: object) -> None:
+        self.down()
+
+    # Up and down.
+
+    def up(self, detached: bool = False) -> "Lab":
+        """Start the lab and return when every node is idle. Detached, it outlives this process.
+
+        After a failure, Ctrl-C included, nothing runs on; after a LabError the logs stay in the lab's folder.
+        """
+        reason = why_not()
+        if reason:
+            raise LabError(reason)
+        with one_at_a_time():
+            if self._keeper():
+                raise LabError(f"a lab named {self._plan.name} is running; end it first: python -m lab down")
+            self._remove_folder()
+            try:
+                self.folder.mkdir()
+                self.folder.chmod(0o711)  # munged wants every user to reach its socket
+                self._plan.write()
+                self._start_keeper()
+                if detached:
+                    (self.folder / "detached").touch()
+            except LabError as error:
+                self.down(keep_logs=True)
+                raise LabError(f"{error}; logs are in {self.folder}/logs") from None
+            except BaseException:
+                self.down()
+                raise
+        return self
+
+    def _start_keeper(self) -> None:
+        """Start the process that the lab hangs on, and wait until it says that the lab is ready."""
+        owner = os.pidfd_open(os.getpid())
+        with open(self.folder / "logs" / "keeper.log", "wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", "from lab.keeper import main; main()", str(self.folder), str(owner)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=Path(__file__).resolve().parent.parent,
+                env={"PATH": SEARCH, "LANG": "C.UTF-8"},
+                pass_fds=[owner],
+                start_new_session=True,  # Ctrl-C is for us alone
+            )
+        os.close(owner)
+        assert process.stdout is not None
+        try:
+            answer = process.stdout.readline().strip()
+        finally:
+            process.stdout.close()
+            process.wait()  # now the keeper's PID is on record, so that `down` can find it
+        if answer != "ready":
+            raise LabError(answer.removeprefix("error: ") or "the keeper ended, see keeper.log")
+
+    def _keeper(self) -> int | None:
+        """The keeper's PID on this machine, or None if it has ended."""
+        try:
+            pid, start = (self.folder / "keeper").read_text().split()
+        except (OSError, ValueError):
+            return None
+        process = find_process(int(pid))
+        return int(pid) if process and process.start == start else None
+
+    def down(self, keep_logs: bool = False) -> bool:
+        """End the lab with all its processes, and remove its folder; returns False if none was running."""
+        pid = self._keeper()
+        with contextlib.suppress(ProcessLookupError):
+            if pid:
+                handle = os.pidfd_open(pid)
+                if self._keeper() == pid:  # then the handle is not that of a later process
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+                # The kernel reports the end of a PID 1 only after the end of all others.
+                if not select.select([handle], [], [], 60)[0]:
+                    raise LabError(f"processes of the lab do not end; its keeper is process {pid}")
+                os.close(handle)
+        self._remove_folder(keep_logs)
+        return pid is not None
+
+    def _remove_folder(self, keep_logs: bool = False) -> None:
+        if not os.path.lexists(self.folder):
+            return
+        if self.folder.is_symlink() or self.folder.stat().st_uid != os.geteuid():
+            raise LabError(f"{self.folder} is not a lab's folder: move it away")
+        if not keep_logs:
+            shutil.rmtree(self.folder)
+            return
+        for entry in self.folder.iterdir():
+            if entry.name != "logs":
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    # Commands inside.
+
+    def command(
+        self,
+        words: Sequence[str],
+        node: str = HEAD,
+        cwd: str | Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> list[str]:
+        """The command line, for subprocess or exec, that runs `words` inside: on the head, or on one node.
+
+        It keeps the current folder, and the environment with `env` added, but without TMPDIR, which names a
+        folder that nodes do not have, and without what another SLURM may have set.
+        """
+        allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # all are root here
+        variables = {"SLURM_CONF": str(self.folder / "slurm.conf"), **allow, **(env or {})}
+        # If nsenter is killed, for example after a time-out, the command must not run on.
+        start = [*inside(self._pid_of(node)), "setpriv", "--pdeathsig", "TERM"]
+        foreign = [f"--unset={name}" for name in os.environ if name == "TMPDIR" or name.startswith("SLURM_")]
+        settings = [f"{name}={value}" for name, value in variables.items()]
+        return [*start, "env", f"--chdir={cwd or os.getcwd()}", *foreign, *settings, *words]
+
+    def run(
+        self,
+        words: Sequence[str],
+        node: str = HEAD,
+        cwd: str | Path | None = None,
+        env: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command inside and wait; its output is captured as text. `options` go to subprocess.run."""
+        options = {"capture_output": True, "text": True} | options
+        return subprocess.run(self.command(words, node, cwd, env), **options)
+
+    def _slurm(self, *words: str) -> str:
+        """The output of a SLURM command; raises LabError if it fails."""
+        return output(words, self.command([], cwd="/"))
+
+    def states(self) -> dict[str, str]:
+        """What SLURM says about each node: idle, allocated, down* (the star: it does not answer), ..."""
+        lines = self._slurm("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
+        return dict(line.split() for line in lines)
+
+    def wait_for_node(self, node: str, *states: str, seconds: float = 60) -> None:
+        """Wait until SLURM gives one of these states to a node."""
+        self._wait(lambda: self.states()[node], f"{node} is", states, seconds)
+
+    def job(self, job: int | str) -> dict[str, str]:
+        """What `scontrol show job` says: JobState, ExitCode, Restarts, NodeList, StdOut, ..."""
+        text = self._slurm("scontrol", "--oneliner", "show", "job", str(job))
+        return dict(re.findall(r"([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", text.splitlines()[0]))
+
+    def wait_for_job(self, job: int | str, *states: str, seconds: float = 120) -> dict[str, str]:
+        """Wait until a job is in one of these states, by default at an end; returns what `job` does."""
+        self._wait(lambda: self.job(job)["JobState"], f"job {job} is", states or FINISHED, seconds)
+        return self.job(job)
+
+    def _wait(self, ask: Callable[[], str], what: str, wanted: Sequence[str], seconds: float) -> None:
+        # Each question costs several processes, so it is not asked too often.
+        until(lambda: ask() in wanted, f"{what} {' or '.join(wanted)}", seconds=seconds, pause=0.25)
+
+    def processes(self, node: str | None = None) -> dict[int, str]:
+        """Command lines of all processes of the lab, of one node, or of the head, by this machine's PIDs."""
+        places = [node] if node else [HEAD, *self.nodes]
+        spaces = {os.readlink(f"/proc/{self._pid_of(place)}/ns/pid") for place in places}
+        found = {}
+        for pid in pids():
+            with contextlib.suppress(OSError):  # it may have ended
+                if os.readlink(f"/proc/{pid}/ns/pid") in spaces:
+                    found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+        return found
+
+    def _pid_of(self, place: str) -> int:
+        """The PID 1 of the head or of a node, as this machine numbers it; raises LabError."""
+        top = self._keeper()
+        if not top:
+            raise LabError(f"no lab named {self._plan.name} is running; start one: python -m lab up")
+        if place == HEAD:
+            return top
+        for pid in pids():
+            process = find_process(pid)
+            if process and (process.name, process.parent) == (f"lab-{place}", top):
+                return pid
+        raise LabError(f"no such node: {place}; there are {' '.join(self.nodes)}")
+
+    # Faults.
+
+    def cut(self, node: str) -> None:
+        """Take a node off the network, as if its cable was pulled."""
+        self._link(node, "down")
+
+    def heal(self, node: str) -> None:
+        """Put a node back on the network."""
+        self._link(node, "up")
+        for pid in self._slurmd(node):  # this makes it register; SLURM itself asks only every two minutes
+            os.kill(pid, signal.SIGHUP)
+
+    def _link(self, node: str, state: str) -> None:
+        self._pid_of(node)  # refuses a wrong name
+        output(["ip", "link", "set", node, state], inside(self._pid_of(HEAD)))
+
+    def stop(self, node: str) -> None:
+        """End a node's slurmd. Jobs on it run on, but SLURM cannot reach the node."""
+        for pid in self._slurmd(node):
+            os.kill(pid, signal.SIGTERM)
+        until(lambda: not self._slurmd(node), f"slurmd of {node} has ended")
+
+    def start(self, node: str) -> None:
+        """Start a node's slurmd again."""
+        if self._slurmd(node):
+            raise LabError(f"slurmd of {node} is running")
+        output(self._plan.slurmd(node), self.command([], node, cwd="/", env={"PATH": SEARCH}))
+        until(lambda: bool(self._slurmd(node)), f"slurmd of {node} runs")
+
+    def _slurmd(self, node: str) -> list[int]:
+        found = {pid: find_process(pid) for pid in self.processes(node)}
+        return [pid for pid, process in found.items() if process and process.name == "slurmd"]
+
+    def requeue(self, job: int | str) -> None:
+        """Stop a job and put it back into the queue, as preemption does; it keeps its number."""
+        self._slurm("scontrol", "requeue", str(job))
+
+    def timelimit(self, job: int | str, name: str = "USR1") -> None:
+        """Send what a job with `--signal=B:USR1@...` gets near its time limit, to its batch shell."""
+        self._slurm("scancel", f"--signal={name}", "--batch", str(job))
+
+    def hide(self, node: str, path: str | Path) -> None:
+        """Make a folder empty on one node, as if the node did not share it."""
+        output(["mount", "-t", "tmpfs", "tmpfs", str(path)], inside(self._pid_of(node)))
+
+    def bind(self, node: str, source: str | Path, target: str | Path) -> None:
+        """Put another file or folder at a path, on one node; both must exist there."""
+        output(["mount", "--bind", str(source), str(target)], inside(self._pid_of(node)))
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Let labs start one after the other: else two could take one folder for a stale one."""
+    lock = os.open("/tmp", os.O_RDONLY)  # a lock file of our own would stay behind
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def pids() -> list[int]:
+    """All processes of this machine."""
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]

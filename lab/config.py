@@ -1,0 +1,172 @@
+"""What a lab looks like: its numbers, its names and addresses, and the files that SLURM reads."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+HEAD = "head"  # where slurmctld and munged run, and where jobs are submitted
+NETWORK = "10.210.0"  # inside the lab's own network namespace, so every lab may use the same one
+SEARCH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # daemons are not on everybody's path
+SPOOL = "spool"  # in the lab's folder; every node mounts a private file system on it
+
+
+class LabError(Exception):
+    """Something that the user can understand from one line."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings of one lab; `write` turns them into files, `load` reads them back."""
+
+    name: str = "lab"
+    nodes: int = 2
+    cpus: int = 4
+    gpus: int = 0
+    share: list[str] = field(default_factory=list)
+    extra_conf: list[str] = field(default_factory=list)
+    hosts: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work; raises LabError."""
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}", self.name):
+            raise LabError(f"--name {self.name!r}: use at most 32 letters, digits, - and _")
+        for what, low, high in ("nodes", 1, 64), ("cpus", 1, 256), ("gpus", 0, 16):
+            value = getattr(self, what)
+            if not isinstance(value, int) or not low <= value <= high:
+                raise LabError(f"--{what} {value}: must be a number from {low} to {high}")
+        for path in self.share:
+            if path == "/tmp" or not os.path.isdir(path):
+                raise LabError(f"--share {path}: must be a folder, and not /tmp itself: every node has its own")
+        for place in self.hosts:
+            if place not in [HEAD, *self.node_names]:
+                raise LabError(f"hosts: no such node: {place}")
+
+    @property
+    def folder(self) -> Path:
+        """The only trace of a lab outside its namespaces."""
+        return Path("/tmp") / f"slurm-lab-{self.name}"
+
+    @property
+    def node_names(self) -> list[str]:
+        return [f"node{number}" for number in range(1, self.nodes + 1)]
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """The address of every node and of the head, by name."""
+        nodes = {node: f"{NETWORK}.{number}" for number, node in enumerate(self.node_names, start=1)}
+        return {**nodes, HEAD: f"{NETWORK}.254"}
+
+    @classmethod
+    def load(cls, folder: Path) -> "Plan":
+        return cls(**json.loads((folder / "lab.json").read_text()))
+
+    def write(self) -> None:
+        """Fill the lab's folder, which exists and is empty, with all that its daemons read."""
+        (self.folder / "lab.json").write_text(json.dumps(asdict(self), indent=1))
+        for name in "logs", "state", SPOOL:
+            (self.folder / name).mkdir(mode=0o755)
+        (self.folder / "slurm.conf").write_text(self.slurm_conf())
+        # No cgroups are made; but slurmd looks for the machine's, and for systemd, unless a plugin is named.
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        (self.folder / "gres.conf").write_text(self.gres_conf())
+        (self.folder / "nsswitch.conf").write_text(nsswitch_conf())
+        for place in self.addresses:
+            (self.folder / f"hosts.{place}").write_text(self.hosts_file(place))
+        # Not the Python of a virtual environment, which nodes may not have.
+        python, stepd = os.path.realpath(sys.executable), shutil.which("slurmstepd", path=SEARCH)
+        (self.folder / "slurmstepd").write_text(STEPD.format(python=python, stepd=stepd))
+        (self.folder / "slurmstepd").chmod(0o755)
+        with open(self.folder / "munge.key", "wb", opener=lambda path, flags: os.open(path, flags, 0o400)) as key:
+            key.write(os.urandom(128))
+
+    def slurmd(self, node: str) -> list[str]:
+        """The command that starts a node's slurmd."""
+        return ["slurmd", "-N", node, "-d", str(self.folder / "slurmstepd")]
+
+    def hosts_file(self, place: str) -> str:
+        """The hosts file seen at `place`: real addresses, except where the user asked for others."""
+        names = {"localhost": "127.0.0.1", **self.addresses, **self.hosts.get(place, {})}
+        return "".join(f"{address}\t{name}\n" for name, address in names.items())
+
+    def gres_conf(self) -> str:
+        """SLURM wants a device for every GPU that it counts; these stand for them."""
+        devices = f"[0-{self.gpus - 1}]" if self.gpus > 1 else "0"
+        return f"AutoDetect=off\nName=gpu File={self.folder}/gpu{devices}\n" if self.gpus else ""
+
+    def slurm_conf(self) -> str:
+        """The text of slurm.conf; a line of `extra_conf` replaces ours with the same key."""
+        settings = SETTINGS | {
+            "ClusterName": self.name,
+            "SlurmctldHost": f"{HEAD}({self.addresses[HEAD]})",
+            "AuthInfo": f"cred_expire=5,socket={self.folder}/munge.socket",
+            "StateSaveLocation": f"{self.folder}/state",
+            "SlurmdSpoolDir": f"{self.folder}/{SPOOL}",
+            "SlurmctldPidFile": f"{self.folder}/state/slurmctld.pid",
+            "SlurmdPidFile": f"{self.folder}/{SPOOL}/slurmd.pid",
+            "SlurmctldLogFile": f"{self.folder}/logs/slurmctld.log",
+            "SlurmdLogFile": f"{self.folder}/logs/%n.log",
+        }
+        gres = ""
+        if self.gpus:
+            settings["GresTypes"] = "gpu"
+            gres = f" Gres=gpu:{self.gpus}"
+        lines = [f"{key}={value}" for key, value in settings.items()]
+        for extra in self.extra_conf:
+            key = extra.partition("=")[0].strip().lower()
+            lines = [line for line in lines if line.partition("=")[0].lower() != key]
+        lines += [
+            f"NodeName={node} NodeAddr={self.addresses[node]} CPUs={self.cpus} Boards=1 SocketsPerBoard=1"
+            f" CoresPerSocket={self.cpus} ThreadsPerCore=1 RealMemory=1000000{gres} State=UNKNOWN"
+            for node in self.node_names
+        ]
+        lines += ["PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP", *self.extra_conf]
+        return "\n".join(lines) + "\n"
+
+
+SETTINGS = {
+    "SlurmUser": "root",
+    "SlurmdUser": "root",
+    "AuthType": "auth/munge",
+    "MpiDefault": "none",
+    # The cgroup plugins would need a hierarchy per node; STEPD makes up for them.
+    "ProctrackType": "proctrack/linuxproc",
+    "TaskPlugin": "task/none",
+    "SelectType": "select/cons_tres",
+    "SelectTypeParameters": "CR_Core",
+    "SlurmdParameters": "config_overrides",  # nodes may claim more than the machine has
+    "TmpFS": "/tmp",
+    "ReturnToService": "2",  # a node that was away comes back by itself
+    "JobRequeue": "1",
+    "AccountingStorageType": "accounting_storage/none",
+    "MailProg": "/bin/true",
+    # Everything below is about time, in seconds: a real cluster waits longer.
+    "KillWait": "5",
+    "SlurmdTimeout": "20",
+    "MinJobAge": "3600",  # finished jobs stay visible in `scontrol show job`
+    "SchedulerParameters": "batch_sched_delay=0,sched_interval=2,bf_interval=2",
+}
+
+# The nodes' slurmstepd is started by this. A "subreaper" stays an ancestor of whatever its step starts,
+# even of processes that left their session or lost their parent: proctrack/linuxproc follows parents, and so
+# ends them with the step, as a cgroup would.
+STEPD = """#!{python} -IS
+import ctypes, os, sys
+PR_SET_CHILD_SUBREAPER = 36
+ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+os.execv("{stepd}", sys.argv)
+"""
+
+
+def nsswitch_conf() -> str:
+    """The machine's nsswitch.conf, with the hosts file as the only source of names.
+
+    There is no DNS inside, and a resolver on the machine would answer with the machine's own names.
+    """
+    path = Path("/etc/nsswitch.conf")
+    lines = path.read_text().splitlines() if path.exists() else []
+    lines = [line for line in lines if not line.startswith("hosts:")]
+    return "\n".join([*lines, "hosts: files"]) + "\n"

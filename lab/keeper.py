@@ -1,0 +1,252 @@
+"""The process that a lab hangs on: PID 1 of the lab's namespaces.
+
+The kernel ends every process of a PID namespace together with its PID 1, and network and mount namespaces
+vanish with their last process. So ending the keeper, in whatever way, ends the lab. Each node is another
+such set of namespaces inside the keeper's, with a small PID 1 of its own.
+
+`Lab.up` starts it with two arguments: the lab's folder, and a pidfd of the process that wants the lab. When
+that process ends, the lab ends too, unless the folder holds a file named `detached`. One line comes back on
+standard output: `ready` or `error: ...`.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lab.config import HEAD, SPOOL, LabError, Plan
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+# From <sched.h>: new mount, UTS, IPC, PID and network namespaces.
+CLONE_ALL = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18  # from <sys/mount.h>
+START_SECONDS = 60  # for each step; a whole start takes about one second, but machines may be busy
+
+Daemons = Mapping[str, subprocess.Popen[bytes]]
+
+
+def main() -> None:
+    folder, owner = Path(sys.argv[1]), int(sys.argv[2])
+    os.chdir("/")
+    os.umask(0o022)
+    plan = Plan.load(folder)
+    pid = spawn(lambda: keep(plan, owner))
+    process = find_process(pid)
+    (folder / "keeper").write_text(f"{pid} {process.start if process else 'ended'}")
+
+
+def keep(plan: Plan, owner: int) -> None:
+    """What PID 1 of the lab does: start everything, say so, wait for the owner's end, tidy up."""
+    Path("/proc/self/comm").write_text("lab-keeper")
+    try:
+        start(plan)
+        answer = "ready"
+    except (LabError, OSError) as error:
+        answer = f"error: {error}"
+    with contextlib.suppress(OSError):  # the owner may be gone already
+        print(answer, flush=True)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # from now on the kernel reaps for us
+    select.select([owner], [], [])
+    while (plan.folder / "detached").exists():
+        signal.pause()
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(-1, signal.SIGKILL)
+        os.wait()  # fails when the last child is gone, since SIGCHLD is ignored
+    shutil.rmtree(plan.folder, ignore_errors=True)
+
+
+def start(plan: Plan) -> None:
+    """Bring up network, nodes and daemons, and wait until every node is idle; raises LabError."""
+    os.environ["SLURM_CONF"] = str(plan.folder / "slurm.conf")
+    socket.sethostname(HEAD)
+    cover_etc(plan, HEAD)
+    for number in range(plan.gpus):
+        os.mknod(plan.folder / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))  # as /dev/null
+    ip("link set lo up", "link add lab type bridge", "link set lab up")
+    ip(f"address add {plan.addresses[HEAD]}/24 dev lab")
+
+    daemons = {"munged": launch(plan, "munged", ["munged", "--foreground", *munge_options(plan.folder)])}
+    until((plan.folder / "munge.socket").exists, "munged makes its socket", daemons)
+    daemons["slurmctld"] = launch(plan, "slurmctld", ["slurmctld", "-D"])
+    nodes = {node: spawn_node(plan, node) for node in plan.node_names}
+    until(lambda: answers(["scontrol", "ping"]) != "", "slurmctld answers", daemons)
+    for node, pid in nodes.items():
+        daemons[node] = launch(plan, node, [*inside(pid), *plan.slurmd(node), "-D"])
+    states = ["sinfo", "--noheader", "--Node", "--format=%T"]
+    until(lambda: answers(states).split() == ["idle"] * plan.nodes, "all nodes are idle", daemons)
+    for log in (plan.folder / "logs").glob("*.log"):  # from now on these say everything
+        log.with_suffix(".out").unlink(missing_ok=True)
+
+
+def munge_options(folder: Path) -> list[str]:
+    """For a munged of our own, with its own key: the machine's is left alone."""
+    files = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "state/munged.pid"}
+    files["seed-file"] = "state/munged.seed"
+    return [f"--{option}={folder}/{file}" for option, file in files.items()]
+
+
+def spawn_node(plan: Plan, node: str) -> int:
+    """Make one node, with its files, a cable to the bridge and an address; return its PID 1."""
+    pid = spawn(lambda: keep_node(plan, node))
+    ip(f"link add {node} type veth peer name eth0 netns {pid}", f"link set {node} master lab up")
+    ip("link set lo up", f"address add {plan.addresses[node]}/24 dev eth0", "link set eth0 up", pid=pid)
+
+    def settled() -> bool:  # it takes its name last, when its files are in place
+        process = find_process(pid)
+        if process is None:
+            raise LabError(f"{node} could not be made, see keeper.log")
+        return process.name == f"lab-{node}"
+
+    until(settled, f"{node} has its files")
+    return pid
+
+
+def keep_node(plan: Plan, node: str) -> None:
+    """What PID 1 of a node does: give the node its own files, then stay and let the kernel reap."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    os.dup2(2, 1)  # standard output is for the keeper's answer
+    socket.sethostname(node)
+    # Shared folders in /tmp are held open, for the node's own /tmp is about to hide them.
+    folders = sorted({*plan.share, str(plan.folder)})
+    shared = {folder: os.open(folder, os.O_PATH) for folder in folders if folder.startswith("/tmp/")}
+    mount("tmpfs", "/tmp", "tmpfs", options="mode=1777")
+    mount("tmpfs", "/dev/shm", "tmpfs", options="mode=1777")
+    for folder, handle in shared.items():
+        os.makedirs(folder, exist_ok=True)
+        mount(f"/proc/self/fd/{handle}", folder, flags=MS_BIND | MS_REC)
+        os.close(handle)
+    mount("tmpfs", plan.folder / SPOOL, "tmpfs", options="mode=755")
+    cover_etc(plan, node)
+    Path("/proc/self/comm").write_text(f"lab-{node}")
+    while True:
+        signal.pause()
+
+
+def cover_etc(plan: Plan, place: str) -> None:
+    """Put our files over two of /etc, in this mount namespace only."""
+    mount(plan.folder / f"hosts.{place}", "/etc/hosts", flags=MS_BIND)
+    if os.path.exists("/etc/nsswitch.conf"):
+        mount(plan.folder / "nsswitch.conf", "/etc/nsswitch.conf", flags=MS_BIND)
+
+
+def spawn(work: Callable[[], None]) -> int:
+    """Run `work` as PID 1 of new namespaces and return its PID as seen from here; raises LabError."""
+    reader, writer = os.pipe()
+    between = os.fork()  # a process in between, since unshare moves only children to a new PID namespace
+    if between == 0:
+        try:
+            check(LIBC.unshare(CLONE_ALL), "new namespaces")
+            child = os.fork()
+            if child:
+                os.write(writer, str(child).encode())
+            else:
+                mount("none", "/", flags=MS_REC | MS_PRIVATE)
+                mount("proc", "/proc", "proc")
+                mount("sysfs", "/sys", "sysfs")  # shows the interfaces of the new network namespace
+                work()
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(between, 0)
+    pid = os.read(reader, 32)
+    os.close(reader)
+    if not pid:
+        raise LabError("cannot make namespaces, see keeper.log")
+    return int(pid)
+
+
+def mount(source: str | Path, target: str | Path, kind: str = "", flags: int = 0, options: str = "") -> None:
+    """mount(2) itself: unlike the program, it takes /proc/self/fd/N for a folder that is hidden by now."""
+    words = os.fsencode(source), os.fsencode(target), kind.encode(), flags, options.encode()
+    check(LIBC.mount(*words), f"mount {source} on {target}")
+
+
+def check(result: int, what: str) -> None:
+    """Raise LabError if a call of the C library failed."""
+    if result != 0:
+        raise LabError(f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+def inside(pid: int) -> list[str]:
+    """The start of a command line that runs the rest in all namespaces of a process."""
+    return ["nsenter", f"--target={pid}", "--mount", "--uts", "--ipc", "--net", "--pid"]
+
+
+def ip(*lines: str, pid: int | None = None) -> None:
+    """Change the network here, or where a process is."""
+    output(["ip", "-batch", "-"], inside(pid) if pid else [], text="\n".join(lines) + "\n")
+
+
+def answers(words: Sequence[str]) -> str:
+    """What a SLURM command prints, or nothing if it fails, as it does while its daemon starts."""
+    with contextlib.suppress(LabError):
+        return output(words)
+    return ""
+
+
+def output(words: Sequence[str], prefix: Sequence[str] = (), text: str = "") -> str:
+    """What a command prints, given `text` to read; raises LabError, with its first complaint, if it fails."""
+    line, seconds = [*prefix, *words], START_SECONDS
+    try:
+        done = subprocess.run(line, input=text, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise LabError(f"{' '.join(words)}: no answer within {seconds} s") from None
+    if done.returncode != 0:
+        complaint = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[0]
+        raise LabError(f"{' '.join(words)}: {complaint}")
+    return done.stdout
+
+
+def launch(plan: Plan, name: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a daemon; what it prints goes to a log too, for it may fail before it opens its own."""
+    with open(plan.folder / "logs" / f"{name}.out", "wb") as log:
+        return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/")
+
+
+def until(
+    condition: Callable[[], bool],
+    what: str,
+    daemons: Daemons | None = None,
+    seconds: float = START_SECONDS,
+    pause: float = 0.05,
+) -> None:
+    """Ask, with pauses, until a condition holds; raises LabError when a daemon ends or time is up."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        for name, daemon in (daemons or {}).items():
+            if daemon.poll() is not None:
+                raise LabError(f"{name} ended with status {daemon.returncode}, see {name}.out")
+        if time.monotonic() > deadline:
+            raise LabError(f"waited {seconds:g} s in vain until {what}")
+        time.sleep(pause)
+
+
+class Process(NamedTuple):
+    """A running process: its short name, its parent, and when it started, in clock ticks since boot."""
+
+    name: str
+    parent: int
+    start: str
+
+
+def find_process(pid: int) -> Process | None:
+    """The process with this PID, or None if there is none, or only its exit status is left."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    name, fields = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
+    return None if fields[0] in "ZX" else Process(name, int(fields[1]), fields[19])

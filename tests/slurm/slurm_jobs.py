@@ -1,0 +1,93 @@
+"""Submit a run.slurm in the lab, follow the job, and find what it has left."""
+
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import runs
+
+from lab import Lab
+
+# The nodes claim more CPUs than the machine has, and OpenMP threads that wait by spinning would slow each other down.
+SETTINGS = {"VENV": sys.prefix, "OMP_WAIT_POLICY": "passive"}
+NODES, CPUS, GPUS = 2, 32, 2  # CPUs for many jobs at once: SLURM counts them, the machine need not have them
+
+
+def job_processes(lab: Lab, job: str) -> list[int]:
+    """Return the ids of all processes of a job; a job of the same number in another lab is not meant."""
+    found = set(runs.find_processes(f"SLURM_JOB_ID={job}"))
+    return sorted(found.intersection(lab.processes()))
+
+
+@dataclass
+class Job:
+    """A submitted run.slurm."""
+
+    lab: Lab
+    name: str
+    folder: Path
+    id: str
+
+    @property
+    def log(self) -> str:
+        """The log, where the README says that it is; empty before the job has started."""
+        path = self.folder / f"{self.name}-{self.id}.out"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def output(self) -> Path:
+        """The folder that the job writes, where the README says that it is."""
+        return self.folder / "output" / self.id
+
+    @property
+    def shown(self) -> dict[str, str]:
+        """What `scontrol show job` says."""
+        return self.lab.job(self.id)
+
+    def wait_for_line(self, text: str, seconds: float = 90) -> None:
+        """Wait until the log contains `text`; raise AssertionError if the job ends before."""
+        runs.wait_until(lambda: text in self.log or self.ended, seconds, f"{text!r} in the log of job {self.id}")
+        assert text in self.log, f"job {self.id} ended without {text!r}: {self.shown['JobState']}\n{self.log}"
+
+    @property
+    def ended(self) -> bool:
+        """Whether SLURM has done with the job."""
+        return self.shown["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING")
+
+    def wait(self, seconds: float = 180) -> "Job":
+        """Wait until the job has ended, and none of its processes is left."""
+        runs.wait_until(lambda: self.ended, seconds, f"the end of job {self.id} in {self.folder}")
+        runs.wait_until(lambda: not self.processes(), 30, f"the end of all processes of job {self.id}")
+        return self
+
+    def processes(self) -> list[int]:
+        """Return the ids of the job's processes on all nodes, found by their environment, wherever they are now."""
+        return job_processes(self.lab, self.id)
+
+    def cancel(self) -> None:
+        """Take the job out of SLURM."""
+        self.lab.run(["scancel", self.id])
+        self.wait()
+
+
+def submit(lab: Lab, name: str, folder: Path, *arguments: str, options: tuple[str, ...] = (), **variables: str) -> Job:
+    """Run `sbatch [options] run.slurm [arguments]` in an example's folder, with the tests' own Python as its VENV."""
+    words = ["sbatch", "--parsable", *options, "run.slurm", *arguments]
+    done = lab.run(words, cwd=folder, env=SETTINGS | variables)
+    assert done.returncode == 0, done.stderr
+    return Job(lab, name, folder, done.stdout.strip())
+
+
+def header(folder: Path, option: str) -> int:
+    """Return the number that run.slurm's header gives to an option."""
+    value = re.search(rf"^#SBATCH --{option}=(\d+)", (folder / "run.slurm").read_text(), re.MULTILINE)
+    assert value, f"run.slurm has no --{option}"
+    return int(value[1])
+
+
+def copy(source: Path, target: Path) -> Path:
+    """Copy an example for a job."""
+    shutil.rmtree(target, ignore_errors=True)
+    return runs.copy_example(source, target)

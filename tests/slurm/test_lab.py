@@ -1,0 +1,227 @@
+"""The lab itself: it starts fast, breaks as told, and leaves nothing behind, however it ends."""
+
+import contextlib
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import runs
+from runs import ROOT
+from slurm_jobs import job_processes
+
+from lab import Lab, LabError, cluster, why_not
+
+pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(why_not()), reason=str(why_not()))]
+
+
+def namespaces(pids: Iterable[int | str]) -> set[str]:
+    """Return the network and mount namespaces that processes are in."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            found |= {os.readlink(f"/proc/{pid}/ns/{kind}") for kind in ("net", "mnt")}
+    return found
+
+
+def all_namespaces() -> set[str]:
+    """Return those that any process of this machine is in."""
+    return namespaces(path.name for path in Path("/proc").glob("[0-9]*"))
+
+
+def traces(name: str) -> list[str]:
+    """Return what a lab of that name has left outside of its namespaces, and any daemon with its files open."""
+    folder = f"/tmp/slurm-lab-{name}"
+    left = [folder] if os.path.lexists(folder) else []
+    left += [line for line in Path("/proc/mounts").read_text().splitlines() if folder in line]
+    left += [path.name for path in Path("/sys/class/net").iterdir() if re.match(r"lab|node\d", path.name)]
+    return left + [f"process {pid}" for pid in runs.find_processes(f"SLURM_CONF={folder}/slurm.conf")]
+
+
+def etc() -> str:
+    """Return a checksum over the files of /etc."""
+    files = sorted(path for path in Path("/etc").rglob("*") if path.is_file() and not path.is_symlink())
+    return hashlib.md5(b"".join(str(path).encode() + path.read_bytes() for path in files)).hexdigest()
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m lab`."""
+    line = [sys.executable, "-m", "lab", *words]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """A name for a lab, of which nothing may be left in the end."""
+    name = f"own{os.getpid()}"
+    assert not traces(name)
+    yield name
+    Lab(name=name).down()
+
+
+def submit(lab: Lab, script: str, folder: Path, *options: str) -> str:
+    """Submit a script and return the job's id."""
+    text = "#!/bin/bash\n" + textwrap.dedent(script)
+    done = lab.run(["sbatch", "--parsable", *options], input=text, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_up_and_down(name: str, tmp_path: Path) -> None:
+    """Idle in under 10 s; nodes differ in name and address; `down` with a job running leaves nothing; /etc stays."""
+    before = etc()
+    start = time.monotonic()
+    with Lab(nodes=2, gpus=1, name=name, share=[tmp_path]) as lab:
+        assert time.monotonic() - start < 10
+        assert lab.states() == {"node1": "idle", "node2": "idle"}
+        shown = lab.run(["srun", "--nodes=2", "sh", "-c", "echo $(hostname) $(hostname -i) $(ls /tmp)"], cwd="/").stdout
+        names, addresses, *_ = zip(*(line.split() for line in shown.splitlines()), strict=False)
+        assert sorted(names) == ["node1", "node2"]
+        assert {lab.addresses[node] for node in names} == set(addresses) and not any(a[:4] == "127." for a in addresses)
+        assert "slurm-lab" in shown, "the lab's folder is shared, so it is in each node's own /tmp"
+        job = submit(lab, "setsid sleep 1000 & srun sleep 1000", tmp_path, "--nodes=2")
+        lab.wait_for_job(job, "RUNNING")
+        spaces = namespaces(lab.processes()) - namespaces(["self"])
+        assert len(spaces) >= 2 * 3  # of the head and two nodes
+    assert not traces(name)
+    runs.wait_until(lambda: not spaces & all_namespaces(), 10, "the end of the lab's namespaces")
+    assert etc() == before
+
+
+OWNER = """
+import sys, time
+from lab import Lab
+with Lab(name=sys.argv[1]) as lab:
+    lab.run(["sbatch", "--nodes=2", "--output=/dev/null", "--wrap", "setsid sleep 1000 & srun sleep 1000"])
+    print("up", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_owner_killed(name: str, number: signal.Signals) -> None:
+    """A test run that crashes, in whatever way, takes its lab and the jobs in it along."""
+    line = [sys.executable, "-c", OWNER, name]
+    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
+        assert owner.stdout and owner.stdout.readline() == "up\n"
+        assert traces(name)
+        owner.send_signal(number)
+    runs.wait_until(lambda: not traces(name), 30, f"an end without traces, not {traces(name)}")
+
+
+def test_interrupted_up(name: str) -> None:
+    """Ctrl-C at any moment of `up` leaves nothing."""
+    line = [sys.executable, "-m", "lab", "up", "--name", name]
+    for moment in range(8):
+        with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            time.sleep(moment * 0.08)  # not a wait: the moment
+            process.send_signal(signal.SIGINT)
+            process.communicate()
+        if process.returncode == 0:
+            assert command("down", "--name", name).returncode == 0
+        runs.wait_until(lambda: not traces(name), 10, f"an end without traces, not {traces(name)}")
+
+
+def test_stale_lab(name: str, tmp_path: Path) -> None:
+    """A lab whose keeper was killed leaves its folder only, and the next `up` cleans that."""
+    lab = Lab(name=name).up()
+    keeper = int((lab.folder / "keeper").read_text().split()[0])
+    os.kill(keeper, signal.SIGKILL)
+    runs.wait_until(lambda: traces(name) == [str(lab.folder)], 10, "the end of its processes")
+    with pytest.raises(LabError, match="no lab named"):
+        lab.states()
+    with Lab(name=name) as fresh:
+        assert fresh.states() == {"node1": "idle", "node2": "idle"}
+    assert not traces(name)
+
+
+def test_two_labs(name: str, lab: Lab) -> None:
+    """A second lab runs beside the first; one of the same name is refused with one line."""
+    assert command("up", "--nodes", "1", "--name", name).returncode == 0
+    assert lab.states().keys() == {"node1", "node2"} and Lab.find(name).states() == {"node1": "idle"}
+    refused = command("up", "--name", name)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines() == [
+        f"lab: error: a lab named {name} is running; end it first: python -m lab down"
+    ]
+
+
+def test_command_line(name: str) -> None:
+    """up, run, status, logs and down do what they say, and `run` passes the exit status on."""
+    assert "node1 node2 idle" in command("up", "--name", name, "--gpus", "2").stdout
+    ran = command("run", "--name", name, "--", "srun", "--nodes=1", "--gpus-per-node=2", "env")
+    assert "SLURM_GPUS_ON_NODE=2" in ran.stdout and "CUDA_VISIBLE_DEVICES=0,1" in ran.stdout
+    assert command("run", "--name", name, "--", "sh", "-c", "exit 7").returncode == 7
+    assert command("run", "--name", name, "--chdir", "lab", "--", "pwd").stdout == f"{ROOT}/lab\n"
+    assert re.search(r"node2 +[\d.]+ +idle", command("status", "--name", name).stdout)
+    assert "slurmctld version" in command("logs", "--name", name, "slurmctld").stdout
+    assert command("down", "--name", name).stdout == "lab: ended\n"
+    assert command("down", "--name", name).stdout == "lab: nothing was running\n"
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without root, without the programs, or with bad numbers: one clear line."""
+    for words, text in ((("--nodes", "0"), "--nodes 0"), (("--name", "a/b"), "--name"), (("--share", "/x"), "--share")):
+        refused = command("up", *words)
+        assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1 and text in refused.stderr
+    script = "import os, runpy, sys; os.geteuid = lambda: 1000; sys.argv = ['lab', 'up']; runpy.run_module('lab')"
+    script = script.replace("run_module('lab')", "run_module('lab', run_name='__main__')")
+    refused = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines() == ["lab: error: a lab needs root: run it with sudo"]
+    monkeypatch.setattr(cluster, "PROGRAMS", (*cluster.PROGRAMS, "no-such-program"))
+    reason = why_not()
+    assert reason and "no-such-program" in reason and "apt-get install" in reason
+
+
+def test_faults(name: str, tmp_path: Path) -> None:
+    """A node cut off, and one whose slurmd has stopped, go down and come back; the job on them is requeued."""
+    with Lab(nodes=3, name=name, share=[tmp_path]) as lab:
+        job = submit(lab, "srun sleep 1000", tmp_path, "--nodelist=node1", "--requeue")
+        lab.wait_for_job(job, "RUNNING")
+        lab.cut("node1")
+        lab.stop("node2")
+        connect = "exec 3<>/dev/tcp/{}/6818"  # where slurmd listens
+        reached = [lab.run(["timeout", "2", "bash", "-c", connect.format(node)], node="node3") for node in lab.nodes]
+        assert [done.returncode == 0 for done in reached] == [False, False, True]
+        lab.wait_for_node("node1", "down*", seconds=90)
+        lab.wait_for_node("node2", "down*", seconds=90)
+        assert lab.states()["node3"] == "idle"
+        lab.wait_for_job(job, "PENDING")
+        lab.heal("node1")
+        lab.start("node2")
+        lab.wait_for_node("node2", "idle")
+        lab.wait_for_job(job, "RUNNING", seconds=60)
+        assert lab.job(job)["Restarts"] == "1"
+        lab.requeue(job)
+        lab.wait_for_job(job, "PENDING")
+        lab.wait_for_job(job, "RUNNING", seconds=60)
+        assert lab.job(job)["Restarts"] == "2"
+
+
+def test_no_orphans(lab: Lab, tmp_path: Path) -> None:
+    """What a job has started ends with it, also in a session of its own and without a parent; signals arrive."""
+    script = "trap 'echo told; exit 0' USR1; (setsid sleep 1000 &) & srun sh -c 'setsid sleep 1000 & sleep 1000' & wait"
+    jobs = [submit(lab, script, tmp_path, "--output=%j.out", "--signal=B:USR1@60") for _ in range(2)]
+    for job in jobs:
+        lab.wait_for_job(job, "RUNNING")
+        runs.wait_until(lambda job=job: len(sleeps(lab, job)) >= 3, 30, f"three sleeps of job {job}")
+    lab.timelimit(jobs[0])
+    lab.run(["scancel", jobs[1]])
+    assert [lab.wait_for_job(job)["JobState"] for job in jobs] == ["COMPLETED", "CANCELLED"]
+    for job in jobs:
+        runs.wait_until(lambda job=job: not job_processes(lab, job), 30, f"the end of all processes of job {job}")
+    assert (tmp_path / f"{jobs[0]}.out").read_text().endswith("told\n")
+
+
+def sleeps(lab: Lab, job: str) -> list[str]:
+    """Return the command lines of a job's sleeping processes."""
+    lines = lab.processes()
+    return [lines[pid] for pid in job_processes(lab, job) if lines[pid].startswith("sleep ")]
