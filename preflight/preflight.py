@@ -1,0 +1,451 @@
+"""Check a SLURM cluster from inside a job on several nodes, and print its faults in one table.
+
+On SLURM:  sbatch run.slurm [--pattern per-process] [--no-internet]
+
+Every task collects facts and posts them to task 0 in four rounds, over TCP. Nothing waits for ever, and a task that
+is lost, or late for a round, is not waited for again. Then task 0 has the facts judged: see verdict.py.
+"""
+
+from __future__ import annotations  # a node with an older Python shall be named too: this runs on 3.8
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROUNDS = {"hello": 30, "peers": 25, "torch": 120, "reduce": 75}  # seconds that task 0 waits for the others
+IMPORT_SECONDS, REDUCE_SECONDS = 110, 20  # torch is slow to load the first time; an all-reduce takes milliseconds
+SHARED_SECONDS = 10  # for a file to show up on the other nodes
+MEGABYTES = 8  # of the all-reduced tensor
+VARIABLES = ["CPUS_PER_TASK", "GPUS_ON_NODE", "GPUS_PER_TASK", "TRES_PER_TASK", "STEP_TASKS_PER_NODE"]
+
+
+class Job(NamedTuple):
+    """What this task knows before it has talked to others."""
+
+    id: int
+    rank: int
+    world: int
+    node: str
+    leader: bool  # the first task of its node finds out what is the same for all tasks there
+    nodes: list[str]
+    port: int
+    folder: Path  # for the files of this run; removed at the end
+    pattern: str
+    internet: str  # HOST:PORT, or empty
+
+
+def fail(message: str) -> None:
+    """End with status 2 and one line, both from task 0 alone: all tasks find the same."""
+    if os.environ.get("SLURM_PROCID", "0") != "0":
+        sys.exit(0)
+    print(f"preflight.py: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("preflight.py", description="Check a SLURM cluster: sbatch run.slurm [options]")
+    text = "per-node (default): torchrun_multinode, ddp_spawn, deepspeed; per-process: horovod_cpu, lightning"
+    parser.add_argument("--pattern", choices=["per-node", "per-process"], default="per-node", help=text)
+    parser.add_argument(
+        "--internet-host", default="www.python.org:443", metavar="HOST:PORT", help="tried from every node"
+    )
+    parser.add_argument("--no-internet", action="store_true", help="do not try")
+    parser.error = fail  # one line, without the usage
+    args = parser.parse_args()
+    if not re.fullmatch(r".+:\d{1,5}", args.internet_host):
+        fail(f"--internet-host {args.internet_host}: must be HOST:PORT")
+    return args
+
+
+def read_job(args: argparse.Namespace) -> Job:
+    """Collect what SLURM says; outside of a step, end with status 2."""
+    env = os.environ
+    if "SLURM_JOB_ID" not in env:
+        fail("this is not a SLURM job; submit it: sbatch run.slurm")
+    if int(env.get("SLURM_STEP_ID", 2**32)) >= 2**32 - 6:  # batch and interactive steps have the highest numbers
+        fail("srun did not start this; submit it: sbatch run.slurm")
+    command = ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]]
+    try:
+        nodes = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=10, text=True).stdout.split()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConnectionError(f"cannot run scontrol, which the examples need too: {describe(error)}") from None
+    return Job(
+        id=int(env["SLURM_JOB_ID"]),
+        rank=int(env["SLURM_PROCID"]),
+        world=int(env["SLURM_STEP_NUM_TASKS"]),
+        node=env["SLURMD_NODENAME"],
+        leader=env["SLURM_LOCALID"] == "0",
+        nodes=nodes,
+        port=10000 + int(env["SLURM_JOB_ID"]) % 20000,  # as in the examples: below the ports given out at random
+        folder=Path(f".preflight-{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}").absolute(),
+        pattern=args.pattern,
+        internet="" if args.no_internet else args.internet_host,
+    )
+
+
+# Tools.
+
+
+def describe(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def side_by_side(function: Callable[[str], Any], items: Iterable[str], seconds: float) -> dict[str, Any]:
+    """Return {item: function(item)}, with {"error": text} for an item that raises or takes too long."""
+    answers: dict[str, Any] = {item: {"error": f"no answer within {seconds:g} s"} for item in items}
+
+    def work(item: str) -> None:
+        try:
+            answers[item] = function(item)
+        except Exception as error:
+            answers[item] = {"error": describe(error)}
+
+    # Threads, since a name look-up takes no time limit; daemons, since one that hangs must not keep us.
+    threads = [threading.Thread(target=work, args=(item,), daemon=True) for item in list(answers)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return dict(answers)
+
+
+def listen(port: int, function: Callable[[socket.socket], None]) -> int:
+    """Listen at a port (0: any free one), call the function in a thread for whoever connects, return the port."""
+    server = socket.create_server(("", port), backlog=512)
+
+    def accept() -> None:
+        while True:
+            threading.Thread(target=function, args=(server.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return server.getsockname()[1]
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel break a connection 15 s after the other end has died or was cut off."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2), ("TCP_USER_TIMEOUT", 15000):
+        with contextlib.suppress(AttributeError, OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def send(connection: socket.socket, message: Any) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+# How tasks talk: exchange(round, facts) returns what every task posted in that round.
+
+
+class Head:
+    """Task 0's end. It has the facts of all others."""
+
+    host = "127.0.0.1"  # where task 0 itself finds its own servers
+    clock = {"ahead": 0.0, "doubt": 0.0}
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.posts: dict[str, dict[int, Any]] = defaultdict(dict)
+        self.answers: dict[str, Any] = {}
+        self.connections: dict[int, socket.socket] = {}
+        self.lost: set[int] = set()
+        self.waiting_for = set(range(job.world))
+        self.port_problem = ""
+        try:
+            listen(job.port, self.serve)
+        except OSError as error:
+            self.port_problem = describe(error)
+            listen(job.port + 1, self.serve)  # the others know that one too
+
+    def serve(self, connection: socket.socket) -> None:
+        rank = -1
+        with contextlib.suppress(OSError, ValueError):
+            keep_alive(connection)
+            send(connection, {"job": self.job.id, "time": time.time()})
+            for line in connection.makefile():
+                name, rank, facts = json.loads(line)
+                self.connections[rank] = connection
+                self.posts[name][rank] = facts
+                if name in self.answers:  # too late for the others
+                    send(connection, [name, self.answers[name]])
+        self.lost.add(rank)
+
+    def exchange(self, name: str, facts: Any) -> dict[int, Any]:
+        self.posts[name][0] = facts
+        end = time.monotonic() + ROUNDS[name]
+        while self.waiting_for - self.lost - set(self.posts[name]) and time.monotonic() < end:
+            time.sleep(0.05)
+        done = dict(self.posts[name])
+        self.waiting_for &= set(done)
+        self.answers[name] = {} if name == "peers" else done  # peers: by far the largest, and for task 0 only
+        for connection in list(self.connections.values()):
+            with contextlib.suppress(OSError):
+                send(connection, [name, self.answers[name]])
+        return done
+
+    def silent(self) -> set[int]:
+        """Return the tasks that are lost, or owe an answer in the present round."""
+        begun = [name for name in ROUNDS if 0 in self.posts[name]]
+        answered = set(self.posts[begun[-1]]) if begun else {0}
+        return (set(range(self.job.world)) - answered) | (self.lost & self.waiting_for - set(self.posts["reduce"]))
+
+
+class Guest:
+    """Every other task's end; raises ConnectionError when task 0 cannot be reached, or no longer."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, problems = job, {}
+        # The first is where srun runs, which SLURM has reached already: it serves even if names are broken.
+        hosts = [os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or job.nodes[0], job.nodes[0]]
+        end = time.monotonic() + ROUNDS["hello"] - 5
+        while time.monotonic() < end:
+            for host, port in [(host, port) for port in (job.port, job.port + 1) for host in dict.fromkeys(hosts)]:
+                try:
+                    self.connect(host, port)
+                    return
+                except (OSError, ValueError) as error:
+                    problems[host] = f"{host} port {job.port}: {describe(error)}"
+            time.sleep(0.3)
+        raise ConnectionError(f"cannot reach task 0 on {job.nodes[0]} ({'; '.join(problems.values())})")
+
+    def connect(self, host: str, port: int) -> None:
+        before = time.time()
+        self.host, self.connection = host, socket.create_connection((host, port), timeout=3)
+        self.lines = self.connection.makefile()
+        greeting = json.loads(self.lines.readline())
+        after = time.time()
+        if greeting["job"] != self.job.id:
+            raise ValueError("another job answers there")
+        # Task 0 read its clock somewhere between our two readings.
+        self.clock = {"ahead": (before + after) / 2 - greeting["time"], "doubt": (after - before) / 2}
+        keep_alive(self.connection)
+        self.connection.settimeout(sum(ROUNDS.values()))
+
+    def exchange(self, name: str, facts: Any) -> dict[int, Any]:
+        try:
+            send(self.connection, [name, self.job.rank, facts])
+            for line in self.lines:
+                answered, posts = json.loads(line)
+                if answered == name:
+                    return {int(rank): post for rank, post in posts.items()}
+        except OSError as error:
+            raise ConnectionError(f"lost task 0 on {self.job.nodes[0]} ({describe(error)})") from None
+        raise ConnectionError(f"task 0 on {self.job.nodes[0]} has ended")
+
+
+# Facts about the node, each found in a thread of its own.
+
+
+def find_names(job: Job, _: dict[int, Any]) -> dict[str, Any]:
+    def look_up(name: str) -> list[str]:
+        return sorted({str(answer[4][0]) for answer in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
+
+    return side_by_side(look_up, job.nodes, 8)
+
+
+def find_connections(job: Job, roster: dict[int, Any]) -> dict[str, Any]:
+    ports = {hello["node"]: hello["listener"] for hello in roster.values() if hello["leader"]}
+
+    def knock(node: str) -> str:
+        with socket.create_connection((node, ports[node]), timeout=5) as connection:
+            return connection.makefile().readline().strip()
+
+    return side_by_side(knock, [node for node in ports if node != job.node], 8)
+
+
+def find_shared(job: Job, roster: dict[int, Any]) -> dict[str, Any]:
+    """Return the nodes whose file does not show up here. All wrote theirs before anyone got the roster."""
+    wanted = {hello["node"] for hello in roster.values()}
+    end = time.monotonic() + SHARED_SECONDS
+    while True:
+        # A listing, for it makes NFS ask the server, while "no such file" may come from its memory.
+        unseen = sorted(wanted - set(os.listdir(job.folder)))
+        if not unseen or time.monotonic() > end:
+            return {"unseen": unseen, "folder": os.getcwd()}
+        time.sleep(0.2)
+
+
+def find_gpus(_: Job, __: dict[int, Any]) -> int:
+    """Return how many GPUs the driver shows to this task; 0 where there is no driver."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    done = subprocess.run(["nvidia-smi", "--list-gpus"], stdout=subprocess.PIPE, text=True, timeout=12)
+    return done.stdout.count("UUID: GPU")
+
+
+def find_internet(job: Job, _: dict[int, Any]) -> str:
+    """Return why the internet cannot be reached, or nothing. A look-up that hangs is usual here, and no fault."""
+
+    def connect(place: str) -> None:
+        host, port = place.rsplit(":", 1)
+        socket.create_connection((host, int(port)), timeout=3).close()
+
+    answer = side_by_side(connect, [job.internet], 3)[job.internet]
+    return answer["error"] if answer else ""
+
+
+# Torch, in a process of its own: one that is missing, crashes or hangs takes no other answer with it.
+
+
+def torch_process(job: Job, pipe: Any, other_end: Any) -> None:
+    """Import torch and say so, wait for the address of a store, all-reduce, and say how fast."""
+    other_end.close()  # so that the parent's end is noticed
+    try:
+        import torch
+        import torch.distributed as dist
+    except BaseException as error:  # even SystemExit
+        return pipe.send({"torch": {"error": describe(error)}})
+    from datetime import timedelta
+
+    limit = timedelta(seconds=REDUCE_SECONDS)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if job.rank == 0 else None
+    gpus = torch.cuda.device_count()
+    pipe.send({"torch": torch.__version__, "cuda": gpus, "store": store.port if store else 0})
+    try:
+        host, port, backends = pipe.recv()
+    except EOFError:  # the task has ended
+        return
+    for backend in backends:
+        try:
+            if backend == "gloo":
+                store = store or dist.TCPStore(host, port, timeout=limit)
+                dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world, timeout=limit)
+                group, device = None, torch.device("cpu")
+            else:
+                device = torch.device("cuda", int(os.environ["SLURM_LOCALID"]))
+                torch.cuda.set_device(device)
+                group = dist.new_group(backend=backend, timeout=limit)
+            tensor = torch.ones(MEGABYTES * 250_000, device=device)
+            dist.all_reduce(tensor, group=group)
+            if tensor[0].item() != job.world:
+                raise ValueError(f"the sum is {tensor[0].item():g}, not {job.world}")
+            start = time.perf_counter()
+            for _ in range(5):
+                dist.all_reduce(tensor, group=group)
+            tensor[0].item()  # waits for the GPU
+            pipe.send({backend: 5 * MEGABYTES / (time.perf_counter() - start)})
+        except Exception as error:
+            pipe.send({backend: {"error": describe(error)}})
+
+
+def ask(process: Any, pipe: Any, key: str, seconds: float) -> dict[str, Any]:
+    """Return what the torch process says next, or {key: {"error": text}}."""
+    try:
+        if pipe.poll(seconds):
+            return pipe.recv()
+        return {key: {"error": f"no answer within {seconds} s"}}
+    except (EOFError, OSError):
+        process.join(5)
+        return {key: {"error": f"the process with torch ended with status {process.exitcode}"}}
+
+
+def reduce(job: Job, board: Head | Guest, process: Any, pipe: Any, posts: dict[int, Any]) -> dict[str, Any]:
+    """All-reduce over all tasks, if all can; return MB/s by backend."""
+    without = [str(rank) for rank in range(job.world) if not isinstance(posts.get(rank, {}).get("torch"), str)]
+    if without:
+        return {"gloo": {"error": f"not tried: task {', '.join(without)} has no torch or is silent"}}
+    backends = ["gloo", "nccl"] if all(post["cuda"] > post["local"] for post in posts.values()) else ["gloo"]
+    pipe.send((board.host, posts[0]["store"], backends))
+    speeds: dict[str, Any] = {}
+    for backend in backends:
+        speeds.update(ask(process, pipe, backend, REDUCE_SECONDS + 10))
+    return speeds
+
+
+def tell_node(connection: socket.socket) -> None:
+    with connection:
+        connection.sendall(f"{os.environ['SLURMD_NODENAME']}\n".encode())
+
+
+def hello(job: Job, board: Head | Guest) -> dict[str, Any]:
+    """Return what is known at once. A leader also leaves a file and a listener for the others."""
+    facts: dict[str, Any] = {name: os.environ.get(f"SLURM_{name}") for name in VARIABLES}
+    facts.update(node=job.node, leader=job.leader, clock=board.clock, tasks=1, cpus=len(os.sched_getaffinity(0)))
+    if job.leader:
+        facts["listener"] = listen(0, tell_node)
+        with contextlib.suppress(OSError):  # find_shared will say it
+            job.folder.mkdir(exist_ok=True)
+            (job.folder / job.node).touch()
+    if isinstance(board, Head):
+        facts.update(port=job.port, port_problem=board.port_problem)
+        facts["ephemeral"] = list(map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()))
+    return facts
+
+
+def play(job: Job, board: Head | Guest, process: Any, pipe: Any) -> None:
+    """Go through the four rounds."""
+    local = int(os.environ["SLURM_LOCALID"])
+    roster = board.exchange("hello", hello(job, board))
+    probes: dict[str, Callable] = {"gpus": find_gpus}
+    if job.leader:
+        probes.update(names=find_names, connections=find_connections, shared=find_shared)
+        if job.internet:
+            probes["internet"] = find_internet
+    board.exchange("peers", side_by_side(lambda name: probes[name](job, roster), probes, 15))
+    found = ask(process, pipe, "torch", IMPORT_SECONDS)
+    torch = f"torch {found['torch']}" if isinstance(found["torch"], str) else f"no torch ({found['torch']['error']})"
+    python = f"Python {sys.version.split()[0]}, {torch}, {sys.executable}"
+    posts = board.exchange("torch", {**found, "python": python, "local": local})
+    board.exchange("reduce", {"reduce": reduce(job, board, process, pipe, posts)})
+
+
+def finish(head: Head, process: Any, why: str = "") -> None:
+    """Print the table, tidy up and end."""
+    import verdict  # by task 0 alone: other nodes may not see the file
+
+    reports = {rank: dict(facts) for rank, facts in sorted(head.posts["hello"].items())}
+    for name in list(ROUNDS)[1:]:
+        for rank, facts in list(head.posts[name].items()):
+            reports.get(rank, {}).update(facts)
+    text, status = verdict.table(reports, head.silent(), head.job, why)
+    os.write(1, text.encode())  # not print: this may run in a signal handler, in the middle of another print
+    if why:  # srun, ended as well, may not bring it to the log
+        with contextlib.suppress(OSError):
+            Path(f"preflight-{head.job.id}-early.out").write_text(text)
+    shutil.rmtree(head.job.folder, ignore_errors=True)
+    process.kill()
+    time.sleep(0.5)  # so that what srun says to the end comes below the table
+    os._exit(status)
+
+
+def main() -> None:
+    args, board = parse_args(), None
+    try:
+        job = read_job(args)
+        context = multiprocessing.get_context("fork")  # this script is standard input, which cannot be read again
+        pipe, other_end = context.Pipe()
+        process = context.Process(target=torch_process, args=(job, other_end, pipe), daemon=True)
+        process.start()  # before there are threads, as a fork wants it
+        other_end.close()
+        if job.rank == 0:
+            board = Head(job)
+            why = "ended early by SLURM (a dead node, a task that failed, scancel or the time limit)"
+            signal.signal(signal.SIGTERM, lambda *_: finish(board, process, why))
+        play(job, board or Guest(job), process, pipe)
+        if board:
+            finish(board, process)
+        shutil.rmtree(job.folder, ignore_errors=True)  # for a folder that is not task 0's
+        process.kill()
+    except Exception as error:
+        print(f"preflight.py: {os.environ['SLURMD_NODENAME']}: {describe(error)}", flush=True)
+        if board:
+            finish(board, process, describe(error))
+    os._exit(int(os.environ["SLURM_PROCID"] == "0"))  # threads that hang in a look-up cannot be joined
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Judge the facts that preflight.py has collected: each check becomes one row of the table.
+
+A judge gets the reports of the tasks that have facts for its check, and returns (result, status, advice). FAIL is
+for what breaks training, WARN for what only slows it down or breaks it by chance.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+Row = tuple  # (result, status, advice)
+STAFF = "ask the cluster's staff"
+
+
+def few(faults: Iterable[str]) -> str:
+    """Join faults, but not hundreds of them."""
+    faults = list(dict.fromkeys(faults))
+    return "; ".join(faults[:4]) + (f"; and {len(faults) - 4} more" if len(faults) > 4 else "")
+
+
+def judge_names(reports: list[dict], job: Any) -> Row:
+    unknown, loopback = [], []
+    for report in reports:
+        for name, found in report["names"].items():
+            if "error" in found:
+                unknown.append(f"{report['node']} does not know {name}: {found['error']}")
+            else:
+                bad = [address for address in found if ipaddress.ip_address(address.split("%")[0]).is_loopback]
+                loopback += [f"on {report['node']} {name} is {address}" for address in bad]
+    if loopback:
+        advice = f"{STAFF} to remove the line that does it (127.x.x.x) from /etc/hosts there: others wait for ever"
+        return few(loopback + unknown), "FAIL", advice
+    if unknown:
+        return few(unknown), "FAIL", f"{STAFF}: every node needs the names of all in DNS or /etc/hosts"
+    return f"{len(reports)} nodes know all {len(job.nodes)} names", "ok", ""
+
+
+def judge_connections(reports: list[dict], job: Any) -> Row:
+    faults, pairs = [], 0
+    for report in reports:
+        for node, answer in report["connections"].items():
+            pairs += 1
+            if isinstance(answer, dict):
+                faults.append(f"{report['node']} cannot connect to {node}: {answer['error']}")
+            elif answer != node:
+                faults.append(f"{report['node']} reaches {answer or 'another program'} under the name {node}")
+    if faults:
+        return few(faults), "FAIL", f"{STAFF}: nodes of a job need free TCP between them (name, firewall, dead link?)"
+    return f"{pairs} ways between {len(reports)} nodes", "ok", ""
+
+
+def judge_cpus(reports: list[dict], job: Any) -> Row:
+    asked = [int(report["CPUS_PER_TASK"] or 0) for report in reports]
+    fewer = [f"{r['node']}: {r['cpus']} of {asked[0]}" for r in reports if r["cpus"] < asked[0]]
+    if fewer:
+        advice = "srun --cpus-per-task=... as in run.slurm; if that is there, " + STAFF + " about binding (TaskPlugin)"
+        return f"fewer cores than asked: {few(fewer)}", "FAIL", advice
+    if 0 in asked:
+        return "srun was not told", "WARN", 'add --cpus-per-task="$SLURM_CPUS_PER_TASK" to srun'
+    usable = f"{asked[0]} asked for, {min(r['cpus'] for r in reports)} usable"
+    if 1 in asked:
+        return usable, "WARN", "one core a task is slow: #SBATCH --cpus-per-task=4 or more"
+    return usable, "ok", ""
+
+
+def judge_tasks(reports: list[dict], job: Any) -> Row:
+    pieces = re.findall(r"(\d+)(?:\(x(\d+)\))?", reports[0]["STEP_TASKS_PER_NODE"])  # 2(x3),1 is 2,2,2,1
+    counts = [int(tasks) for tasks, times in pieces for _ in range(int(times or 1))]
+    gpus = int(reports[0]["GPUS_ON_NODE"] or 0)
+    result = f"{','.join(map(str, counts[:8]))} on the {len(job.nodes)} nodes, {job.pattern}"
+    if len(counts) < len(job.nodes):
+        return result, "FAIL", "some nodes got no task: #SBATCH --ntasks-per-node=N instead of --ntasks"
+    if job.pattern == "per-node" and set(counts) != {1}:
+        advice = "#SBATCH --ntasks-per-node=1 and no --ntasks: torchrun or spawn starts the processes of a node"
+        return result, "FAIL", advice + "; horovod_cpu and lightning: --pattern per-process"
+    if len(set(counts)) > 1:
+        return result, "FAIL", "#SBATCH --ntasks-per-node=N, the same for every node, instead of --ntasks"
+    if job.pattern == "per-process" and gpus and counts[0] != gpus:
+        return result, "FAIL", f"one task a GPU: #SBATCH --ntasks-per-node={gpus}"
+    if sum(counts) == 1:
+        return result, "WARN", "a single task finds little: #SBATCH --nodes=2"
+    return result, "ok", ""
+
+
+def judge_shared(reports: list[dict], job: Any) -> Row:
+    faults = [f"{r['node']} does not see the files of {n}" for r in reports for n in r["shared"]["unseen"]]
+    folders = sorted({report["shared"]["folder"] for report in reports})
+    if faults or len(folders) > 1:
+        advice = "submit from a folder that all nodes share (/home or a project folder, not /tmp); else " + STAFF
+        return f"{few(faults)} in {' and '.join(folders)}", "FAIL", advice
+    return f"{len(reports)} nodes see each other's files", "ok", ""
+
+
+def judge_port(reports: list[dict], job: Any) -> Row:
+    low, high = reports[0]["ephemeral"]
+    result = f"{job.port} on {reports[0]['node']}; ephemeral ports are {low}-{high}"
+    if reports[0]["port_problem"]:
+        advice = "another program has it: submit again, for another job id gives another port"
+        return f"{result}; {reports[0]['port_problem']}", "FAIL", advice
+    if low <= job.port <= high:
+        return result, "WARN", f"programs get such ports by chance: submit again if it is taken, or {STAFF} why"
+    return f"{result}; free", "ok", ""
+
+
+def judge_gpus(reports: list[dict], job: Any) -> Row:
+    faults, advice, status = [], "", "ok"
+    for r in reports:
+        asked, seen = int(r["GPUS_ON_NODE"] or 0), r.get("cuda", r["gpus"])  # torch's count, else the driver's
+        where = f"{r['node']}: {asked} asked for, {r['gpus']} in nvidia-smi, {r.get('cuda', 'none')} in torch"
+        if asked > seen and (r["GPUS_PER_TASK"] or "gpu" in (r["TRES_PER_TASK"] or "")):
+            faults.append(where)
+            advice, status = "#SBATCH --gpus-per-node=N; --gpus-per-task hides a node's GPUs from one another", "FAIL"
+        elif asked > seen:
+            faults.append(where)
+            advice, status = f"is torch a CUDA build, is the driver new enough? Else {STAFF} about those nodes", "FAIL"
+        elif not asked and seen and status == "ok":
+            faults.append(where)
+            advice, status = "GPUs that were not asked for: #SBATCH --gpus-per-node=N", "WARN"
+    if faults:
+        return few(faults) + f" (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')})", status, advice
+    return f"{reports[0]['GPUS_ON_NODE'] or 0} a node asked for and seen", "ok", ""
+
+
+def judge_clocks(reports: list[dict], job: Any) -> Row:
+    apart = max(abs(report["clock"]["ahead"]) for report in reports)
+    clocks = {report["node"]: report["clock"] for report in reports}
+    wrong = [f"{node}: {c['ahead']:+.1f} s" for node, c in clocks.items() if abs(c["ahead"]) - c["doubt"] > 1]
+    if wrong:
+        return f"{few(wrong)} against {job.nodes[0]}", "WARN", f"{STAFF} (NTP): time stamps of files and logs mislead"
+    return f"at most {apart:.3f} s apart", "ok", ""
+
+
+def judge_internet(reports: list[dict], job: Any) -> Row:
+    without = [report["node"] for report in reports if report["internet"]]
+    if without:
+        problem = next(report["internet"] for report in reports if report["internet"])
+        return f"none from {few(without)}: {problem}", "ok", "usual: download data and wheels on the login node"
+    return f"every node reaches {job.internet}", "ok", ""
+
+
+def judge_python(reports: list[dict], job: Any) -> Row:
+    nodes: dict[str, list[str]] = {}
+    for report in reports:
+        nodes.setdefault(report["python"], []).append(report["node"])
+    if len(nodes) > 1:
+        result = few(f"{', '.join(sorted(set(where)))}: {python}" for python, where in nodes.items())
+        return result, "FAIL", "one environment in a folder that all nodes share; see `source` in run.slurm"
+    if "no torch" in reports[0]["python"]:
+        return reports[0]["python"], "FAIL", "install requirements.txt on the login node; see `source` in run.slurm"
+    return reports[0]["python"], "ok", ""
+
+
+def judge_reduce(reports: list[dict], job: Any) -> Row:
+    faults, speeds = [], {}
+    for report in reports:
+        for backend, speed in report["reduce"].items():
+            if isinstance(speed, dict):
+                faults.append(f"{backend} on {report['node']}: {speed['error']}")
+            else:
+                speeds[backend] = min(speed, speeds.get(backend, speed))
+    if faults:
+        advice = "first mend the rows above; else set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME (see run.slurm)"
+        return few(faults), "FAIL", advice
+    return ", ".join(f"{name} {speed:.0f} MB/s" for name, speed in speeds.items()) + f", {job.world} tasks", "ok", ""
+
+
+CHECKS = {
+    "names": judge_names,
+    "connections": judge_connections,
+    "cpus": judge_cpus,
+    "tasks": judge_tasks,
+    "shared": judge_shared,
+    "port": judge_port,
+    "gpus": judge_gpus,
+    "clock": judge_clocks,
+    "internet": judge_internet,
+    "python": judge_python,
+    "reduce": judge_reduce,
+}
+
+
+def judge(name: str, reports: list[dict], job: Any) -> Row:
+    """Return the row of one check; whatever goes wrong becomes a row too."""
+    have = [report for report in reports if name in report]
+    if not have:
+        return "nothing was found out", "FAIL", "mend the other rows, then submit again"
+    failed = [r for r in have if isinstance(r[name], dict) and "error" in r[name]]
+    if failed:
+        return few(f"{r['node']}: {r[name]['error']}" for r in failed), "FAIL", f"{STAFF} about those nodes"
+    try:
+        return CHECKS[name](have, job)
+    except Exception as error:
+        return f"cannot be judged: {type(error).__name__}: {error}", "FAIL", "a fault of preflight.py: please report it"
+
+
+def table(reports: dict[int, dict], silent: set[int], job: Any, why: str = "") -> tuple[str, int]:
+    """Return the table and the exit status; `silent` are tasks, `why` says what ended the job early."""
+    nodes = {reports[rank]["node"] for rank in silent if rank in reports}
+    if silent - set(reports):  # they never spoke: of which nodes?
+        nodes |= set(job.nodes) - {report["node"] for report in reports.values()}
+    answers = f"{job.world - len(silent)} of {job.world} tasks"
+    rows = {"answers": (answers, "ok", "")}
+    if silent or why:
+        advice = f"see its lines above; if none, it is dead or cut off: sbatch --exclude=... and {STAFF}"
+        rows["answers"] = (f"{answers}; silent: {few(sorted(nodes)) or 'none'}{why and '; '}{why}", "FAIL", advice)
+    for name in CHECKS:
+        if name != "internet" or job.internet:
+            rows[name] = judge(name, list(reports.values()), job)
+    width = min(60, max(len(row[0]) for row in rows.values()))
+    header = f"{'check':11} | {'result':{width}} |      | advice"
+    lines = [f"{name:11} | {result:{width}} | {status:4} | {advice}" for name, (result, status, advice) in rows.items()]
+    failed = [name for name, row in rows.items() if row[1] == "FAIL"]
+    warned = [name for name, row in rows.items() if row[1] == "WARN"]
+    faults = [f"{status}: {', '.join(names)}" for status, names in (("FAIL", failed), ("WARN", warned)) if names]
+    verdict = f"preflight: {'; '.join(faults) or 'all is well'}"
+    text = "\n".join(["", header, "-" * len(header), *(line.rstrip() for line in lines), verdict, ""])
+    return text, 1 if faults else 0

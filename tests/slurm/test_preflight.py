@@ -1,0 +1,331 @@
+"""preflight/ on a healthy lab, and on labs broken on purpose: each fault must be named in its own row."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import runs
+from runs import ROOT
+
+from lab import Lab, why_not
+
+FOLDER = ROOT / "preflight"
+ROWS = ["answers", "names", "connections", "cpus", "tasks", "shared", "port", "gpus", "clock", "python", "reduce"]
+
+pytestmark = [pytest.mark.slurm]
+needs_lab = pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
+
+
+class Run:
+    """A finished job: its rows as {check: (result, status, advice)}, its whole log and its exit status."""
+
+    def __init__(self, log: str, info: dict[str, str]) -> None:
+        self.log, self.info = log, info
+        self.status = int(info["ExitCode"].split(":")[0])
+        cells = [[cell.strip() for cell in line.split(" |")] for line in log.splitlines() if " |" in line]
+        self.rows = {row[0]: tuple(row[1:]) for row in cells if row[0] != "check"}
+        self.failed = {name for name, row in self.rows.items() if row[1] == "FAIL"}
+
+
+class Place:
+    """A folder that the lab's nodes share, to submit from."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.lab, self.folder = lab, folder
+
+    def submit(self, *options: str, args: tuple[str, ...] = ("--no-internet",), venv: str | Path = sys.prefix) -> str:
+        """Submit run.slurm with `options` of sbatch and `args` of preflight.py; return the job's id."""
+        words = ["sbatch", "--parsable", "--cpus-per-task=2", *options, "run.slurm", *args]
+        done = self.lab.run(words, cwd=self.folder, env={"VENV": str(venv)})
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def finish(self, job: str) -> Run:
+        """Wait for a job and read its table."""
+        info = self.lab.wait_for_job(job, seconds=180)
+        return Run((self.folder / f"preflight-{job}.out").read_text(), info)
+
+    def run(self, *options: str, **settings: Any) -> Run:
+        """Submit and wait."""
+        return self.finish(self.submit(*options, **settings))
+
+
+def make(name: str, **settings: Any) -> Iterator[Place]:
+    """Start a lab of two nodes with a copy of preflight/ in a folder that they share."""
+    folder = Path(tempfile.mkdtemp(prefix="preflight-test-"))
+    for file in FOLDER.iterdir():
+        if file.is_file():
+            shutil.copy(file, folder)
+    share = [folder, *(path for path in (sys.prefix, sys.base_prefix) if path.startswith("/tmp/"))]
+    try:
+        # As on a real cluster, where SLURM itself takes minutes to notice a dead node.
+        with Lab(
+            nodes=2,
+            cpus=4,
+            gpus=2,
+            name=f"{name}{os.getpid()}",
+            share=share,
+            extra_conf=["SlurmdTimeout=300"],
+            **settings,
+        ) as lab:
+            yield Place(lab, folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Place]:
+    """A healthy lab."""
+    yield from make("prehealthy")
+
+
+@pytest.fixture
+def other_python(place: Place) -> Iterator[Callable[[str], Path]]:
+    """Return a function that makes an environment whose `python` is another program on node2."""
+    mounts = []
+
+    def environment(command: str) -> Path:
+        venv = Path(tempfile.mkdtemp(prefix="venv-", dir=place.folder))
+        (venv / "bin").mkdir()
+        (venv / "bin/activate").write_text(f"PATH={venv}/bin:$PATH\n")
+        for name, program in ("python", sys.executable), ("other", command):
+            (venv / "bin" / name).write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+            (venv / "bin" / name).chmod(0o755)
+        place.lab.bind("node2", venv / "bin/other", venv / "bin/python")
+        mounts.append(venv / "bin/python")
+        return venv
+
+    yield environment
+    for mount in mounts:
+        place.lab.run(["umount", str(mount)], node="node2", check=True)
+
+
+@needs_lab
+def test_healthy(place: Place) -> None:
+    run = place.run()
+    assert {name: row[1] for name, row in run.rows.items()} == dict.fromkeys(ROWS, "ok"), run.log
+    assert run.status == 0 and run.info["JobState"] == "COMPLETED"
+    assert "MB/s" in run.rows["reduce"][0]
+    assert not [name for name in os.listdir(place.folder) if name.startswith(".preflight")], "files are left"
+
+
+@needs_lab
+def test_per_process_without_internet(place: Place) -> None:
+    run = place.run("--ntasks-per-node=2", args=("--pattern", "per-process", "--internet-host", "127.0.0.1:9"))
+    result, status, advice = run.rows["internet"]
+    assert run.status == 0 and not run.failed, run.log
+    assert status == "ok" and "node1" in result and "node2" in result and "login node" in advice
+    assert "4 of 4" in run.rows["answers"][0] and "4 tasks" in run.rows["reduce"][0]
+
+
+@needs_lab
+def test_one_cpu(place: Place) -> None:
+    run = place.run("--cpus-per-task=1")
+    assert run.rows["cpus"][1] == "WARN" and "--cpus-per-task" in run.rows["cpus"][2], run.log
+    assert run.status == 1 and not run.failed  # a warning: not all is well
+
+
+@needs_lab
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) >= 4, reason="the lab's tasks would get all cores they ask for")
+def test_wrong_counts(place: Place) -> None:
+    """Two faults in one job: more cores than there are, and GPUs that torch cannot see."""
+    run = place.run("--cpus-per-task=4", "--nodes=1", "--gpus-per-node=2")
+    assert run.status == 1 and run.failed == {"cpus", "gpus"}, run.log
+    assert "node1" in run.rows["cpus"][0]
+    assert "node1: 2 asked for" in run.rows["gpus"][0]
+
+
+@needs_lab
+@pytest.mark.parametrize("options", [["--ntasks-per-node=2"], ["--ntasks=3", "--ntasks-per-node=2"]])
+def test_tasks_for_per_node(place: Place, options: list[str]) -> None:
+    run = place.run(*options)
+    assert run.failed == {"tasks"} and run.status == 1, run.log
+    assert "--ntasks-per-node=1" in run.rows["tasks"][2] and "--pattern per-process" in run.rows["tasks"][2]
+
+
+@needs_lab
+def test_folder_not_shared(place: Place) -> None:
+    place.lab.hide("node2", place.folder)
+    try:
+        run = place.run()
+    finally:
+        place.lab.run(["umount", str(place.folder)], node="node2", check=True)
+    assert run.failed == {"shared"} and run.status == 1, run.log
+    assert "node2 does not see the files of node1" in run.rows["shared"][0]
+    assert str(place.folder) in run.rows["shared"][0] and "share" in run.rows["shared"][2]
+
+
+@needs_lab
+def test_another_python(place: Place, other_python: Callable[[str], Path]) -> None:
+    run = place.run(venv=other_python(sys._base_executable))
+    assert run.failed >= {"python"} and run.status == 1, run.log
+    assert f"node2: Python {sys.version.split()[0]}" in run.rows["python"][0]
+    assert "source" in run.rows["python"][2]
+    assert run.rows["names"][1] == run.rows["connections"][1] == run.rows["shared"][1] == "ok"
+
+
+@needs_lab
+def test_no_python(place: Place, other_python: Callable[[str], Path]) -> None:
+    run = place.run(venv=other_python("/nonexistent/python"))
+    assert {"answers", "reduce"} <= run.failed and run.status != 0, run.log
+    assert "silent: node2" in run.rows["answers"][0]
+    assert run.rows["names"][1] == "ok"
+
+
+@needs_lab
+def test_port_taken(place: Place) -> None:
+    job = place.submit("--hold")
+    code = f"import socket, time; s = socket.create_server(('', {10000 + int(job) % 20000})); print(flush=True)"
+    words = place.lab.command([sys.executable, "-c", code + "; time.sleep(120)"], node="node1", cwd="/")
+    other = subprocess.Popen(words, stdout=subprocess.PIPE)
+    try:
+        other.stdout.readline()
+        place.lab.run(["scontrol", "release", job], check=True)
+        run = place.finish(job)
+    finally:
+        other.kill()
+        other.wait()
+    assert run.failed == {"port"} and run.status == 1, run.log
+    assert "node1" in run.rows["port"][0] and "submit again" in run.rows["port"][2]
+
+
+@needs_lab
+def test_cut_off(place: Place) -> None:
+    """The cable of node2 is pulled while its task imports torch."""
+    job = place.submit()
+    log, marker = place.folder / f"preflight-{job}.out", place.folder / f".preflight-{job}.0" / "node2"
+    try:
+        runs.wait_until(marker.exists, 60, "the file of node2")
+        place.lab.cut("node2")
+        start = time.monotonic()
+        runs.wait_until(lambda: "preflight: FAIL" in log.read_text(), 60, "the table")
+        print(f"named after {time.monotonic() - start:.0f} s")
+    finally:
+        place.lab.heal("node2")
+    run = place.finish(job)
+    place.lab.wait_for_node("node2", "idle")
+    assert {"answers", "reduce"} <= run.failed and run.status != 0, run.log
+    assert "node2" in run.rows["answers"][0] and "--exclude" in run.rows["answers"][2]
+
+
+@needs_lab
+def test_cancelled(place: Place) -> None:
+    """What ends a job early ends srun too, so the table goes to a file of its own."""
+    job = place.submit()
+    runs.wait_until((place.folder / f".preflight-{job}.0" / "node2").exists, 60, "the file of node2")
+    place.lab.run(["scancel", job], check=True)
+    place.lab.wait_for_job(job)
+    text = (place.folder / f"preflight-{job}-early.out").read_text()
+    assert "ended early by SLURM" in text and "preflight: FAIL: answers" in text
+    assert not list(place.folder.glob(".preflight*"))
+
+
+@needs_lab
+def test_bad_option(place: Place) -> None:
+    run = place.run(args=("--pattern", "diagonal"))
+    assert run.status == 2
+    assert run.log.count("preflight.py: error: ") == 1 and "Traceback" not in run.log
+
+
+@needs_lab
+@pytest.mark.parametrize("where", ["node1", "node2"])
+def test_loopback_answer(where: str) -> None:
+    """On a node, the name of node1 is a loopback address: its own line in /etc/hosts, or another node's."""
+    for place in make(f"preloop{where[-1]}", hosts={where: {"node1": "127.0.1.1"}}):
+        run = place.run()
+    assert run.failed >= {"names"} and run.status == 1, run.log
+    assert f"on {where} node1 is 127.0.1.1" in run.rows["names"][0]
+    assert "/etc/hosts" in run.rows["names"][2]
+    if where == "node2":
+        assert "node2 cannot connect to node1" in run.rows["connections"][0]
+    assert run.rows["shared"][1] == run.rows["python"][1] == "ok"
+
+
+# Without a lab: what no lab can show.
+
+
+@pytest.fixture(scope="module")
+def verdict() -> ModuleType:
+    """The module that judges."""
+    spec = importlib.util.spec_from_file_location("preflight_verdict", FOLDER / "verdict.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def job() -> SimpleNamespace:
+    """What the judges want to know of a job."""
+    return SimpleNamespace(nodes=["node1", "node2"], world=2, port=10007, pattern="per-node", internet="")
+
+
+@pytest.mark.parametrize("step", [{}, {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967291"}])
+def test_outside_of_a_step(step: dict[str, str]) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")} | step
+    done = subprocess.run([sys.executable, FOLDER / "preflight.py"], env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("preflight.py: error: ") and done.stderr.count("\n") == 1
+    assert "sbatch run.slurm" in done.stderr
+
+
+def test_clock(verdict: ModuleType, job: SimpleNamespace) -> None:
+    def reports(ahead: float, doubt: float) -> list[dict[str, Any]]:
+        clocks = {"node1": {"ahead": 0.0, "doubt": 0.0}, "node2": {"ahead": ahead, "doubt": doubt}}
+        return [{"node": node, "clock": clock} for node, clock in clocks.items()]
+
+    assert verdict.judge("clock", reports(-0.4, 0.001), job)[1] == "ok"
+    assert verdict.judge("clock", reports(2.0, 1.5), job)[1] == "ok"  # a slow answer proves nothing
+    result, status, _ = verdict.judge("clock", reports(-90.0, 0.001), job)
+    assert status == "WARN" and "node2: -90.0 s" in result and "node1: " not in result
+
+
+@pytest.mark.parametrize(
+    ("asked", "per_task", "driver", "cuda", "status", "advice"),
+    [
+        ("4", None, 4, 4, "ok", ""),
+        (None, None, 0, 0, "ok", ""),
+        ("4", "1", 1, 1, "FAIL", "#SBATCH --gpus-per-node"),
+        ("4", None, 4, 0, "FAIL", "CUDA build"),
+        ("4", "1", 4, 4, "ok", ""),
+        (None, None, 4, 4, "WARN", "#SBATCH --gpus-per-node"),
+    ],
+)
+def test_gpus(
+    verdict: ModuleType,
+    job: SimpleNamespace,
+    asked: str | None,
+    per_task: str | None,
+    driver: int,
+    cuda: int,
+    status: str,
+    advice: str,
+) -> None:
+    report = {"node": "node1", "GPUS_ON_NODE": asked, "GPUS_PER_TASK": per_task, "TRES_PER_TASK": None}
+    row = verdict.judge("gpus", [report | {"gpus": driver, "cuda": cuda}], job)
+    assert row[1] == status and advice in row[2]
+
+
+def test_a_check_that_raises_is_a_row(verdict: ModuleType, job: SimpleNamespace) -> None:
+    good = {"node": "node1", "connections": {"node2": "node2"}}
+    broken = {"node": "node2", "connections": {"error": "OSError: no luck"}}
+    assert verdict.judge("connections", [good, broken], job)[:2] == ("node2: OSError: no luck", "FAIL")
+    result, status, _ = verdict.judge("names", [{"node": "node1", "names": 3}], job)
+    assert status == "FAIL" and "AttributeError" in result
+    assert verdict.judge("names", [], job)[1] == "FAIL"
+
+
+def test_silent_tasks_are_named(verdict: ModuleType, job: SimpleNamespace) -> None:
+    """A task that never spoke can only be known by its node, one that was lost later by its own report."""
+    text, status = verdict.table({0: {"node": "node1"}}, {1}, job)
+    assert status == 1 and "1 of 2 tasks; silent: node2" in text
+    text, status = verdict.table({0: {"node": "node1"}, 1: {"node": "node2"}}, {1}, job, "scancel")
+    assert status == 1 and "silent: node2; scancel" in text
