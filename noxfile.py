@@ -25,7 +25,7 @@ nox.options.sessions = ["sync", "lint", "smoke"]
 ROOT = Path(__file__).resolve().parent
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
 assert EXAMPLES, "no examples/*/train.py found"
-LEFT_OUT = shutil.ignore_patterns("output", "data", "__pycache__")  # what runs leave behind
+LEFT_OUT = shutil.ignore_patterns("output", "data", "__pycache__", ".venv", "*.out", "*.log")  # what runs leave behind
 every_example = nox.parametrize("example", EXAMPLES, ids=EXAMPLES)
 
 
@@ -61,9 +61,9 @@ def train(session: nox.Session) -> None:
     folder = ROOT / "examples" / example
     install(session, folder)
     if "--resume" not in arguments:
-        shutil.rmtree(folder / "output", ignore_errors=True)
+        shutil.rmtree(folder / "output" / "nox", ignore_errors=True)  # its own: the others are of SLURM jobs
     session.chdir(folder)
-    session.run(*ours("launchers").LAUNCHERS[example].command(2), *arguments)
+    session.run(*ours("launchers").LAUNCHERS[example].command(2), "--output-dir", "output/nox", *arguments)
 
 
 @nox.session

@@ -118,7 +118,8 @@ def ddp(args: argparse.Namespace, bf16: bool) -> float:
     with tempfile.TemporaryDirectory() as output:
         command = [sys.executable, "train.py", "--processes", str(args.processes), "--output-dir", output]
         command += ["--dataset", "synthetic", "--epochs", "2", "--precision", "bf16" if bf16 else "fp32"]
-        subprocess.run(command, cwd=EXAMPLE, check=True, stdout=subprocess.DEVNULL)
+        on_cpu = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        subprocess.run(command, cwd=EXAMPLE, check=True, stdout=subprocess.DEVNULL, env=on_cpu)
         with open(Path(output, "metrics.csv"), newline="") as file:
             return float(list(csv.DictReader(file))[1]["samples_per_second"])
 

@@ -31,7 +31,11 @@ def clean_environment() -> dict[str, str]:
 
 def copy_example(source: Path, target: Path) -> Path:
     """Copy an example's folder, as `cp -r` would, without what earlier runs may have left in it."""
-    return Path(shutil.copytree(source, target, ignore=shutil.ignore_patterns("output", "data", "__pycache__")))
+    return Path(
+        shutil.copytree(
+            source, target, ignore=shutil.ignore_patterns("output", "data", "__pycache__", ".venv", "*.out", "*.log")
+        )
+    )
 
 
 def find_processes(variable: str) -> list[int]:

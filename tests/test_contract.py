@@ -81,15 +81,16 @@ def kill_and_resume(example: str, folder: Path, reference: Reference, kills: int
     seed = random.randrange(10**6)
     print(f"seed of the moments: {seed}")
     moments = random.Random(seed)
-    done = 0
     for kill in range(kills):
         run = runs.start(example, folder, 2, *["--resume"] * bool(kill))
         run.read_until("ConvNet on digits")
-        if ahead := moments.randrange(min(3, EPOCHS - done)):
-            run.read_until(f"epoch {done + ahead:2}/")
+        for _ in range(moments.randrange(2)):  # epochs that this run gets to see the end of
+            run.read_until("train loss")
         time.sleep(moments.random())  # not a wait: the random moment, from before a step to within a save
+        alive = run.process.poll() is None
         run.kill()
-        done += run.wait(30).stdout.count("train loss")
+        run.wait(30)
+        assert alive, "the run was over before its kill: this machine is too fast for the number of epochs"
     runs.train(example, folder, 2, "--resume")
     runs.assert_same_run(folder / "output", reference.output)
 
@@ -104,6 +105,15 @@ def test_killed_twice(example: str, folder: Path, reference: Reference) -> None:
 def test_killed_ten_times(example: str, folder: Path, reference: Reference, repeat: int) -> None:
     """Five runs, each killed at two random moments."""
     kill_and_resume(example, folder, reference, kills=2)
+
+
+def test_resume_with_three_processes(example: str, folder: Path) -> None:
+    """With three processes, where the order in which gradients are added counts, a resumed run has the same bits."""
+    arguments = ("--batch-size", 16, "--output-dir")
+    runs.train(example, folder, 3, *arguments, "whole", "--epochs", 2)
+    runs.train(example, folder, 3, *arguments, "resumed", "--epochs", 1)
+    runs.train(example, folder, 3, *arguments, "resumed", "--epochs", 2, "--resume")
+    runs.assert_same_run(folder / "resumed", folder / "whole")
 
 
 def test_number_of_processes_does_not_matter(example: str, folder: Path) -> None:
@@ -140,9 +150,11 @@ def test_one_worker_killed(example: str, folder: Path) -> None:
     victim = max(run.workers())
     os.kill(victim, signal.SIGKILL)
     run.wait(60)
-    assert LAUNCHERS[example].dead_worker == "fails" and run.status > 0
-    assert re.search(rf"process \d|rank:? *\d|{victim}", run.stderr) and "SIGKILL" in run.stderr, run.stderr
-    assert "finished" not in run.stdout
+    if LAUNCHERS[example].dead_worker == "recovers":
+        assert run.status == 0 and "finished" in run.stdout
+    else:
+        assert run.status > 0 and "finished" not in run.stdout
+        assert re.search(rf"process|rank:? *\d|{victim}", run.stderr) and "SIGKILL" in run.stderr, run.stderr
 
 
 def test_exception_in_one_worker(example: str, folder: Path) -> None:
@@ -188,6 +200,7 @@ def test_bad_input(example: str, folder: Path, arguments: str, texts: list[str])
 @pytest.mark.parametrize(
     ("case", "processes", "arguments", "texts"),
     [
+        ("fewer epochs", 2, "--resume --epochs 4", ["output/checkpoint", "5 epochs", "--epochs 4"]),
         ("there already", 2, "", ["output/checkpoint", "--resume", "--output-dir"]),
         ("another world size", 1, "--resume", ["output/checkpoint", "world_size 2"]),
         ("other settings", 2, "--resume --lr 0.1", ["output/checkpoint", "lr 0.001"]),

@@ -48,10 +48,31 @@ def test_more_processes_than_gpus(example: str, folder: Path) -> None:
     runs.assert_refused(run, 2, "--processes 2", "1 GPU")
 
 
-def test_parent_killed(example: str, folder: Path) -> None:
-    """SIGKILL to the parent alone: its processes end by themselves, none trains on unseen."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_parent_killed(example: str, folder: Path, number: signal.Signals) -> None:
+    """A signal to the parent alone: its processes end by themselves, none trains on unseen; no traceback."""
     run = runs.start(example, folder, 2, "--epochs", 1000)
     run.read_until("epoch  1/")
-    os.kill(run.process.pid, signal.SIGKILL)
+    os.kill(run.process.pid, number)
     runs.wait_until(lambda: not run.workers(), 60, "the end of the processes that have lost their parent")
     run.wait(10)
+    assert run.status != 0 and "Traceback" not in run.stderr
+
+
+def test_every_traceback(example: str, folder: Path) -> None:
+    """The parent, held up until two processes have failed, shows both tracebacks: the cause is not lost."""
+    models = folder / "common" / "models.py"
+    line = "        x = F.relu(self.conv1(images))"
+    wait = "        __import__('time').sleep(3)\n"
+    planted = wait + "        raise ArithmeticError(f'planted on rank {torch.distributed.get_rank()}')\n"
+    assert models.read_text().count(line) == 1
+    models.write_text(models.read_text().replace(line, planted + line))
+    run = runs.start(example, folder, 2)
+    with_torch = "the parent, the forkserver, and"
+    runs.wait_until(lambda: len(runs.with_torch(run.pids())) == 4, 60, f"{with_torch} two workers")
+    os.kill(run.process.pid, signal.SIGSTOP)
+    runs.wait_until(lambda: len(runs.with_torch(run.pids())) == 2, 60, f"{with_torch} no worker")
+    os.kill(run.process.pid, signal.SIGCONT)
+    run.wait(60)
+    assert run.status == 1
+    assert "planted on rank 0" in run.stderr and "planted on rank 1" in run.stderr

@@ -6,6 +6,8 @@ On SLURM:  sbatch run.slurm --epochs 10
 
 import argparse
 import os
+import pickle
+import signal
 import sys
 import tempfile
 import threading
@@ -112,18 +114,23 @@ def read_checkpoint(args, path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         damaged = zipfile.ZipFile(path).testzip()  # torch.load does not notice a flipped bit
         changed = [f"{key} {old}" for key, old in checkpoint["settings"].items() if old != settings(args)[key]]
+        done = len(checkpoint["history"])
+    except OSError as error:
+        return None, f"cannot read {path} ({error.strerror}): mend that, then continue with --resume"
     except Exception as error:  # a damaged file makes torch.load raise almost anything
         damaged = repr(error)
     if damaged:
         return None, f"{path} is damaged ({damaged}): move it away to start anew, or put a good copy in its place"
     if changed:
         return None, f"{path} is from a run with {', '.join(changed)}: use the same, or another --output-dir"
+    if done > args.epochs:
+        return None, f"{path} has {done} epochs behind it: --epochs {args.epochs} must not be less"
     return checkpoint, None
 
 
 def write(path, save):
     """Write a file whole or not at all: save(file) fills a temporary file, which then takes the place of `path`."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             save(file)
@@ -131,7 +138,8 @@ def write(path, save):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-        fail(f"cannot write {path} ({error}): mend that, then continue with --resume")
+        temporary.unlink(missing_ok=True)
+        fail(f"cannot write {path} ({error}): is the disk or a quota full? Mend that, then continue with --resume")
 
 
 def train_one_epoch(args, model, loader, optimizer, device):
@@ -211,6 +219,8 @@ def main(rank, args, port):
         optimizer.load_state_dict(checkpoint["optimizer"])
         history = checkpoint["history"]
     replica = DistributedDataParallel(model, device_ids=[rank] if device.type == "cuda" else None)  # ddp:
+    # ddp: its first backward settles in which order gradients are added. Once now, so that a resumed run adds alike.
+    replica(torch.zeros(1, 1, 28, 28, device=device, dtype=DTYPES[args.precision])).sum().backward()
     if rank == 0:
         where = f"{world_size} processes on 1 node, {dist.get_backend()} on {device.type}"
         threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} each"
@@ -243,12 +253,16 @@ def launch(args):
     try:
         while not processes.join(grace_period=5):
             pass
-    except mp.ProcessRaisedException as error:
-        sys.exit(str(error))  # the traceback of the process that failed first
-    except mp.ProcessExitedException as error:
-        if error.exit_code == 2:
+    except (mp.ProcessRaisedException, mp.ProcessExitedException):
+        ends = [process.exitcode for process in processes.processes]
+        if 2 in ends:
             sys.exit(2)  # that process has said why
-        sys.exit(f"train.py: error: {error.msg}; start again with --resume to continue from the last checkpoint")
+        for file in filter(os.path.exists, processes.error_files):  # all of them: one may follow from another
+            print(pickle.loads(Path(file).read_bytes()), file=sys.stderr)
+        names = [signal.Signals(-end).name if end < 0 else f"status {end}" for end in ends]
+        sys.exit(f"train.py: error: the processes ended with {', '.join(names)}: mend that, then add --resume")
+    except KeyboardInterrupt:
+        os._exit(130)  # the processes end with this one
 
 
 if __name__ == "__main__":

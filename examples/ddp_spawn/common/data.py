@@ -11,7 +11,6 @@ of 0 to 16, here in one fixed random order, 1,438 for training and 359 for testi
 import argparse
 import bisect
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,14 +93,19 @@ def _synthetic(size: int, seed: int) -> Images:
     return Images(patterns[labels] + noise, labels)
 
 
+def _reader(name: str) -> type[Dataset]:
+    """Return torchvision's class for mnist or fashion_mnist."""
+    try:
+        from torchvision import datasets  # only here: it adds seconds and 160 MB to every process
+    except (ImportError, RuntimeError) as error:  # RuntimeError: its build does not fit torch's
+        raise DataError(f"{name} needs torchvision ({error}): pip install -r requirements.txt") from error
+    return getattr(datasets, DOWNLOADS[name])
+
+
 def _torchvision(name: str, data_dir: str, train: bool) -> Images:
     """Read one part of mnist or fashion_mnist with torchvision's own reader."""
     command = f"python -m common.data {name} --data-dir {data_dir}"
-    try:
-        from torchvision import datasets  # only here: it adds seconds and 160 MB to every process
-    except ImportError as error:
-        raise DataError(f"{name} needs torchvision ({error}): pip install -r requirements.txt") from error
-    reader = getattr(datasets, DOWNLOADS[name])
+    reader = _reader(name)
     folder = Path(data_dir, DOWNLOADS[name], "raw")
     try:
         part = reader(data_dir, train=train)
@@ -121,8 +125,7 @@ def download(name: str, data_dir: str) -> Path:
 
     Raises DataError if no mirror answers or a checksum is wrong.
     """
-    from torchvision import datasets
-
+    reader = _reader(name)
     folder = Path(data_dir, DOWNLOADS[name])
     if folder.exists():
         _torchvision(name, data_dir, train=True), _torchvision(name, data_dir, train=False)
@@ -130,7 +133,7 @@ def download(name: str, data_dir: str) -> Path:
     try:
         os.makedirs(data_dir, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=data_dir, prefix=".download-") as temporary:
-            getattr(datasets, DOWNLOADS[name])(temporary, download=True)
+            reader(temporary, download=True)
             os.replace(Path(temporary, DOWNLOADS[name]), folder)
     except (OSError, RuntimeError) as error:  # torchvision raises RuntimeError for a wrong checksum
         raise DataError(f"{name} was not downloaded: {' '.join(str(error).split())}") from error
@@ -198,7 +201,7 @@ def main() -> None:
     try:
         print(f"{args.name} is in {download(args.name, args.data_dir)}")
     except DataError as error:
-        sys.exit(parser.error(str(error)))
+        parser.error(str(error))
 
 
 if __name__ == "__main__":
