@@ -86,7 +86,7 @@ def kill_and_resume(example: str, folder: Path, reference: Reference, kills: int
         run.read_until("ConvNet on digits")
         for _ in range(moments.randrange(2)):  # epochs that this run gets to see the end of
             run.read_until("train loss")
-        time.sleep(moments.random())  # not a wait: the random moment, from before a step to within a save
+        time.sleep(0.6 * moments.random())  # not a wait: the random moment, in a step, an evaluation or a save
         alive = run.process.poll() is None
         run.kill()
         run.wait(30)
