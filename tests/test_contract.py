@@ -154,7 +154,7 @@ def test_one_worker_killed(example: str, folder: Path) -> None:
         assert run.status == 0 and "finished" in run.stdout
     else:
         assert run.status > 0 and "finished" not in run.stdout
-        assert re.search(rf"process|rank:? *\d|{victim}", run.stderr) and "SIGKILL" in run.stderr, run.stderr
+        assert re.search(rf"process \d|rank:? *\d|{victim}", run.stderr) and "SIGKILL" in run.stderr, run.stderr
 
 
 def test_exception_in_one_worker(example: str, folder: Path) -> None:

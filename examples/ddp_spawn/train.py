@@ -260,7 +260,8 @@ def launch(args):
         for file in filter(os.path.exists, processes.error_files):  # all of them: one may follow from another
             print(pickle.loads(Path(file).read_bytes()), file=sys.stderr)
         names = [signal.Signals(-end).name if end < 0 else f"status {end}" for end in ends]
-        sys.exit(f"train.py: error: the processes ended with {', '.join(names)}: mend that, then add --resume")
+        each = ", ".join(f"process {rank} ended with {name}" for rank, name in enumerate(names))
+        sys.exit(f"train.py: error: {each}: mend that, then continue with --resume")
     except KeyboardInterrupt:
         os._exit(130)  # the processes end with this one
 
