@@ -1,12 +1,12 @@
-"""Measure images per second of ddp_spawn against a bare loop and a classic script, in one run, on CPU.
+"""Measure images per second of the examples against a bare loop and a classic script, in one run, on CPU.
 
-    python benchmarks/throughput.py --pairs 5
+    python benchmarks/throughput.py --rounds 5 --examples ddp_spawn torchrun_multinode
 
-Run it in an environment with examples/ddp_spawn/requirements.txt and Pillow (torchvision brings it), on an idle
+Run it in an environment with the examples' requirements.txt and Pillow (torchvision brings it), on an idle
 machine. Each figure is of the second epoch: synthetic 28x28 images, the ConvNet, batch 64 per process, AdamW.
 
 bare     N independent processes with one thread each: same model, data and batches, no process group
-ddp      examples/ddp_spawn/train.py with N processes
+NAME     examples/NAME/train.py with N processes, started by its local command
 classic  what the published guides do: PIL images and per-image transforms in 4 loader workers per process, default
          threads, DistributedDataParallel over Gloo
 """
@@ -34,8 +34,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLE = ROOT / "examples" / "ddp_spawn"
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from launchers import LAUNCHERS  # noqa: E402
+
 from common import data  # noqa: E402
 from common.models import ConvNet  # noqa: E402
 
@@ -113,13 +114,19 @@ def together(function, args: argparse.Namespace, bf16: bool) -> float:
     return sum(rates)
 
 
-def ddp(args: argparse.Namespace, bf16: bool) -> float:
-    """Run the example as its users do and return the images per second of its second epoch, from metrics.csv."""
+def command(example: str, args: argparse.Namespace, output: str) -> list[str]:
+    """Return the command that starts an example as its users do."""
+    return [*LAUNCHERS[example].command(args.processes), "--output-dir", output]
+
+
+def trained(example: str, args: argparse.Namespace, bf16: bool) -> float:
+    """Run an example and return the images per second of its second epoch, from metrics.csv."""
     with tempfile.TemporaryDirectory() as output:
-        command = [sys.executable, "train.py", "--processes", str(args.processes), "--output-dir", output]
-        command += ["--dataset", "synthetic", "--epochs", "2", "--precision", "bf16" if bf16 else "fp32"]
+        words = [*command(example, args, output), "--dataset", "synthetic", "--epochs", "2"]
+        words += ["--precision", "bf16" if bf16 else "fp32"]
         on_cpu = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-        subprocess.run(command, cwd=EXAMPLE, check=True, stdout=subprocess.DEVNULL, env=on_cpu)
+        folder = ROOT / "examples" / example
+        subprocess.run(words, cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=on_cpu)
         with open(Path(output, "metrics.csv"), newline="") as file:
             return float(list(csv.DictReader(file))[1]["samples_per_second"])
 
@@ -135,17 +142,17 @@ def descendants(pid: int | str) -> list[str]:
     return children + [grandchild for child in children for grandchild in descendants(child)]
 
 
-def start_and_memory(args: argparse.Namespace) -> tuple[float, float, float]:
+def start_and_memory(example: str, args: argparse.Namespace) -> tuple[float, float, float]:
     """Return the seconds of a default run on digits, and the MB of its largest process and of `import torch` alone."""
     alone = "import re, torch; print(re.search(r'VmRSS:\\s+(\\d+)', open('/proc/self/status').read())[1])"
     baseline = int(subprocess.run([sys.executable, "-c", alone], check=True, capture_output=True).stdout) / 1024
     with tempfile.TemporaryDirectory() as output:
-        command = [sys.executable, "train.py", "--processes", str(args.processes), "--output-dir", output]
         start = time.perf_counter()
-        run = subprocess.Popen(command, cwd=EXAMPLE, stdout=subprocess.PIPE, text=True)
+        words, folder = command(example, args, output), ROOT / "examples" / example
+        run = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         largest = 0.0
         for line in run.stdout:
-            if line.startswith("epoch  4"):
+            if "epoch  4" in line:
                 started = descendants(run.pid)
                 largest = max(resident(pid) for pid in started if not descendants(pid))  # those that train
         run.wait()
@@ -153,10 +160,12 @@ def start_and_memory(args: argparse.Namespace) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Print one line per pair, then the medians."""
+    """Print one line per round, then the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--examples", nargs="+", choices=LAUNCHERS, default=["ddp_spawn"])
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--no-classic", action="store_true", help="leave out the classic script, which takes minutes")
     parser.add_argument("--port", type=int, default=19_471, help="for the classic script")
     args = parser.parse_args()
     args.images = 12_000  # what train.py's synthetic data set has
@@ -165,19 +174,26 @@ def main() -> None:
     medians = {}
     for precision in ("fp32", "bf16"):
         bf16, rows = precision == "bf16", []
-        for _ in range(args.pairs):
-            rows.append((together(bare, args, bf16), ddp(args, bf16)))
-            print(f"{precision}  bare {rows[-1][0]:6.0f}  ddp {rows[-1][1]:6.0f} images/s", flush=True)
-        medians[precision] = statistics.median(ours for _, ours in rows)
-        ratio = statistics.median(ours / loop for loop, ours in rows)
-        print(f"{precision}  median of ddp {medians[precision]:.0f} images/s, of ddp / bare {ratio:.3f}", flush=True)
-    guide = together(classic, args, bf16=False)
-    print(f"classic, fp32: {guide:.0f} images/s; ddp is {medians['fp32'] / guide:.1f} times that", end=", ")
-    print(f"with bf16 {medians['bf16'] / guide:.1f} times", flush=True)
-    seconds, largest, baseline = start_and_memory(args)
-    print(
-        f"default run on digits: {seconds:.1f} s; a training process {largest:.0f} MB, `import torch` {baseline:.0f} MB"
-    )
+        for _ in range(args.rounds):
+            rows.append({"bare": together(bare, args, bf16)})
+            rows[-1] |= {example: trained(example, args, bf16) for example in args.examples}
+            figures = "  ".join(f"{name} {rate:.0f}" for name, rate in rows[-1].items())
+            print(f"{precision}  {figures} images/s", flush=True)
+        for example in args.examples:
+            medians[precision, example] = statistics.median(row[example] for row in rows)
+            ratios = [row[example] / row["bare"] for row in rows]
+            ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            median = f"{medians[precision, example]:.0f}"
+            print(f"{precision}  {example}: median {median} images/s; median of its ratio to bare {ratio}", flush=True)
+    if not args.no_classic:
+        guide = together(classic, args, bf16=False)
+        print(f"classic, fp32: {guide:.0f} images/s", flush=True)
+        for (precision, example), rate in medians.items():
+            print(f"{example} in {precision}: {rate / guide:.1f} times the classic script")
+    for example in args.examples:
+        seconds, largest, baseline = start_and_memory(example, args)
+        print(f"{example}: default run on digits {seconds:.1f} s", end="; ")
+        print(f"a training process {largest:.0f} MB, `import torch` {baseline:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def start(plan: Plan) -> None:
     until(lambda: answers(["scontrol", "ping"]) != "", "slurmctld answers", daemons)
     for node, pid in nodes.items():
         daemons[node] = launch(plan, node, [*inside(pid), *plan.slurmd(node), "-D"])
-    states = ["sinfo", "--noheader", "--Node", "--format=%T"]
+    states = ["sinfo", "--noheader", "--Node", "--partition=lab", "--format=%T"]
     until(lambda: answers(states).split() == ["idle"] * plan.nodes, "all nodes are idle", daemons)
     for log in (plan.folder / "logs").glob("*.log"):  # from now on these say everything
         log.with_suffix(".out").unlink(missing_ok=True)

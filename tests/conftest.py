@@ -17,10 +17,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("example", metafunc.config.getoption("example") or EXAMPLES, scope="session")
 
 
+def belongs(item: pytest.Item, first: bool) -> bool:
+    """Whether a test is for its example: test_NAME*.py is for the example NAME, and what is for none runs once."""
+    if "example" not in item.fixturenames:
+        return first
+    owners = [name for name in EXAMPLES if item.path.stem.startswith(f"test_{name}")]
+    return not owners or item.callspec.params["example"] in owners
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the tests that belong to no example with the first example only."""
-    if EXAMPLES[0] not in (config.getoption("example") or EXAMPLES):
-        items[:] = [item for item in items if "example" in item.fixturenames]
+    """Leave out the tests of other examples."""
+    first = EXAMPLES[0] in (config.getoption("example") or EXAMPLES)
+    items[:] = [item for item in items if belongs(item, first)]
 
 
 @pytest.fixture(scope="session")

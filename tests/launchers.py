@@ -10,8 +10,9 @@ class Launcher:
 
     local: str
     refusal: int  # exit status after bad input
-    dead_worker: str  # "fails": one dead worker ends the run; "recovers": the launcher starts it again
     processes_in_job: int  # how many run.slurm starts, unmodified, on nodes without GPUs
+    job_recovers: bool = False  # whether the launcher in run.slurm starts a dead worker again
+    short_limit: tuple[str, ...] = ("--time=1",)  # sbatch options for a job that reaches its time limit in mid-run
     checkpoint: str = "checkpoint.pt"
 
     def command(self, processes: int) -> list[str]:
@@ -20,5 +21,12 @@ class Launcher:
 
 
 LAUNCHERS = {
-    "ddp_spawn": Launcher("python train.py --processes {n}", refusal=2, dead_worker="fails", processes_in_job=2),
+    "ddp_spawn": Launcher("python train.py --processes {n}", refusal=2, processes_in_job=2),
+    "torchrun_multinode": Launcher(
+        "torchrun --standalone --nproc-per-node={n} train.py",
+        refusal=1,
+        processes_in_job=4,
+        job_recovers=True,
+        short_limit=("--time=2", "--signal=B:USR1@60"),  # the header's 120 s would be before the start
+    ),
 }

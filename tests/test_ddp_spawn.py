@@ -8,14 +8,6 @@ import pytest
 import runs
 
 
-@pytest.fixture
-def example(example: str) -> str:
-    """Leave out the other examples."""
-    if example != "ddp_spawn":
-        pytest.skip("a test of ddp_spawn")
-    return example
-
-
 @pytest.mark.parametrize(
     ("variables", "texts"),
     [

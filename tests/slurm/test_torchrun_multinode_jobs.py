@@ -1,0 +1,117 @@
+"""What only torchrun_multinode's run.slurm promises: it stops at a step, outlives preemption, refuses wrong jobs."""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import runs
+from runs import Reference
+from slurm_jobs import CPUS, Job, copy, submit
+
+from lab import Lab
+
+pytestmark = pytest.mark.slurm
+PARTITIONS = [
+    "PreemptType=preempt/partition_prio",
+    "PreemptMode=REQUEUE",
+    "PartitionName=low Nodes=ALL PriorityTier=1 GraceTime=60",
+    "PartitionName=high Nodes=ALL PriorityTier=9",
+]
+
+
+@pytest.fixture(scope="module")
+def plain(lab: Lab, example: str, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """An undisturbed job."""
+    job = submit(lab, example, copy(source, tmp_path_factory.mktemp("plain") / example)).wait()
+    assert job.shown["JobState"] == "COMPLETED", job.log
+    return Reference(job.output, None)
+
+
+@pytest.fixture
+def other_lab(lab: Lab, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Lab]:
+    """A lab of this test's own, made with the keyword arguments that the test gives as its parameter."""
+    shared = [folder for folder in (tmp_path.parent, Path(sys.prefix)) if folder.resolve().is_relative_to("/tmp")]
+    with Lab(2, CPUS, name=f"other{os.getpid()}", share=shared, **getattr(request, "param", {})) as other:
+        yield other
+
+
+def assert_stopped_once(job: Job) -> None:
+    """Check that a job has stopped after one agreed step, requeued itself and gone on from that step."""
+    job.wait()
+    assert job.shown["JobState"] == "COMPLETED" and job.shown["Restarts"] == "1", f"{job.shown}\n{job.log}"
+    stops = re.findall(r"stopped by a signal after step (\d+) of epoch (\d+)", job.log)
+    assert len(stops) == 1, job.log
+    step, epoch = map(int, stops[0])
+    assert job.log.count(f"run.slurm: requeueing job {job.id}") == 1
+    assert f"continuing after epoch {epoch - 1} of 5, step {step}" in job.log
+    assert "ranks: node1 0, 1; node2 2, 3" in job.log
+
+
+def test_stopped_by_usr1(lab: Lab, example: str, source: Path, plain: Reference, tmp_path: Path) -> None:
+    """USR1 in mid-epoch, as before the time limit: one agreed step, requeue, continuation, the same bits."""
+    job = submit(lab, example, copy(source, tmp_path / example))
+    job.wait_for_line("epoch  1/")
+    lab.timelimit(job.id)
+    assert_stopped_once(job)
+    runs.assert_same_run(job.output, plain.output)
+
+
+def test_wrong_number_of_tasks(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
+    """With --ntasks-per-node=2 the job ends at once, and one line names the option to change."""
+    job = submit(lab, example, copy(source, tmp_path / example), options=("--ntasks-per-node=2",))
+    assert_refused(job, "4 tasks on 2 nodes", "#SBATCH --ntasks-per-node=1")
+
+
+@pytest.mark.parametrize("other_lab", [{"hosts": {"node1": {"node1": "127.0.1.1"}}}], indirect=True)
+def test_head_is_a_loopback_address(other_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
+    """Where the first node's name is 127.0.1.1 on that node, the job says so instead of waiting for ever."""
+    job = submit(other_lab, example, copy(source, tmp_path / example))
+    assert_refused(job, "node1 is 127.x.x.x to itself", "/etc/hosts")
+
+
+def assert_refused(job: Job, *texts: str) -> None:
+    """Check that a job has failed within 30 s with one error line."""
+    start = time.monotonic()
+    job.wait(30)
+    assert time.monotonic() - start < 30 and job.shown["JobState"] == "FAILED"
+    errors = [line for line in job.log.splitlines() if line.startswith("run.slurm: error:")]
+    assert len(errors) == 1 and all(text in errors[0] for text in texts), job.log
+
+
+@pytest.mark.parametrize("other_lab", [{"extra_conf": PARTITIONS}], indirect=True)
+def test_preempted(other_lab: Lab, example: str, source: Path, plain: Reference, tmp_path: Path) -> None:
+    """SLURM preempts the job for a more important one: SIGTERM, an agreed step, requeue, continuation, the same bits.
+
+    A job that its user cancels stops in the same way, and stays cancelled.
+    """
+    job = submit(other_lab, example, copy(source, tmp_path / "job" / example), options=("--partition=low",))
+    job.wait_for_line("epoch  1/")
+    words = ["sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 5"]
+    urgent = other_lab.run(words, cwd=tmp_path).stdout.strip()
+    assert_stopped_once(job)
+    assert other_lab.job(urgent)["JobState"] == "COMPLETED"
+    runs.assert_same_run(job.output, plain.output)
+
+    cancelled = submit(other_lab, example, copy(source, tmp_path / "cancelled" / example))
+    cancelled.wait_for_line("epoch  1/")
+    cancelled.cancel()
+    assert cancelled.shown["JobState"] == "CANCELLED" and "requeueing" not in cancelled.log
+
+
+def test_node_cut_off(other_lab: Lab, example: str, source: Path, plain: Reference, tmp_path: Path) -> None:
+    """A node loses its network in mid-run: the job ends; healed and requeued, it completes with the same bits."""
+    job = submit(other_lab, example, copy(source, tmp_path / example), "--timeout", "20")
+    job.wait_for_line("epoch  1/")
+    other_lab.cut("node2")
+    start = time.monotonic()
+    runs.wait_until(lambda: job.shown["JobState"] != "RUNNING", 120, "the end of the job that lost a node")
+    print(f"ended after {time.monotonic() - start:.0f} s: {job.shown['JobState']} {job.shown['Reason']}")
+    other_lab.heal("node2")
+    job.wait()
+    assert job.shown["JobState"] == "COMPLETED" and int(job.shown["Restarts"]) == 1, f"{job.shown}\n{job.log}"
+    assert "continuing after epoch" in job.log
+    runs.assert_same_run(job.output, plain.output)

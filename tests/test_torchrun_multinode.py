@@ -1,0 +1,158 @@
+"""What only torchrun_multinode promises: stopping at any step, restarts, accumulation."""
+
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+from runs import Reference
+
+
+def restarting(folder: Path, *arguments: str) -> runs.Run:
+    """Start the example with 2 processes, as run.slurm does: torchrun starts them again, once, if one has died."""
+    launcher = ["torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "--shutdown-timeout=5"]
+    return runs.Run([*launcher, "train.py", *arguments], folder, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+
+
+def position(output: Path) -> tuple[int, int]:
+    """Return in which epoch, from 1, and after how many of its steps the checkpoint was saved."""
+    path = output / "checkpoint.pt"
+    checkpoint = torch.load(path, weights_only=True) if path.exists() else {"history": [], "position": {"step": 0}}
+    return len(checkpoint["history"]) + 1, checkpoint["position"]["step"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_stopped_and_resumed(example: str, folder: Path, reference: Reference, number: signal.Signals) -> None:
+    """A signal in mid-epoch: all processes stop after the same step; --resume goes on there, to the same bits.
+
+    SIGTERM goes to torchrun, which passes it on; SIGUSR1 to a single process, which has to tell the others.
+    """
+    run = runs.start(example, folder, 2)
+    run.read_until("epoch  1/")
+    os.kill(run.process.pid if number == signal.SIGTERM else max(run.workers()), number)
+    run.wait(60)
+    assert (run.status == 0) == (number == signal.SIGUSR1)  # torchrun's own status after SIGTERM is 1
+    stops = re.findall(r"stopped by a signal after step (\d+) of epoch (\d+): --resume continues", run.stdout)
+    assert len(stops) == 1 and "finished" not in run.stdout, run.stdout
+    step, epoch = map(int, stops[0])
+    assert (epoch, step) == position(folder / "output") and step > 0
+    resumed = runs.train(example, folder, 2, "--resume")
+    assert f"continuing after epoch {epoch - 1} of 5, step {step}" in resumed.stdout
+    runs.assert_same_run(folder / "output", reference.output)
+
+
+def test_worker_killed_and_started_again(example: str, folder: Path, reference: Reference) -> None:
+    """SIGKILL to one worker in mid-epoch: torchrun starts the group again, which continues from that epoch's steps."""
+    run = restarting(folder, "--checkpoint-every", "1")
+    run.read_until("epoch  1/")
+    runs.wait_until(lambda: position(folder / "output") >= (2, 2), 60, "a checkpoint in mid-epoch")
+    os.kill(max(run.workers()), signal.SIGKILL)
+    run.wait(120)
+    assert run.status == 0, run.stderr
+    assert re.search(r"continuing after epoch [1-4] of 5, step \d+", run.stdout), run.stdout
+    runs.assert_same_run(folder / "output", reference.output)
+
+
+def test_restart_is_no_permission(example: str, folder: Path, reference: Reference) -> None:
+    """Started again by torchrun after it refused an earlier run's checkpoint, train.py refuses it again."""
+    shutil.copytree(reference.output, folder / "output")
+    before = (folder / "output" / "checkpoint.pt").read_bytes()
+    run = restarting(folder, "--epochs", "6").wait(90)
+    runs.assert_refused(run, 1, "output/checkpoint.pt", "--resume", "--output-dir")
+    assert (folder / "output" / "checkpoint.pt").read_bytes() == before
+
+
+COUNTING = """
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+def hook(group, bucket):
+    with open("exchanges", "a") as file:
+        file.write(".")
+    return default_hooks.allreduce_hook(group, bucket)
+"""
+
+
+def test_accumulate(example: str, folder: Path) -> None:
+    """--accumulate 2 with batch 16 takes the steps of batch 32, clipping included, and exchanges as many gradients."""
+    (folder / "counting.py").write_text(COUNTING)
+    script = folder / "train.py"
+    line = "    describe(args, device, checkpoint)\n"
+    assert script.read_text().count(line) == 1
+    count = "    replica.register_comm_hook(None, __import__('counting').hook)\n"
+    script.write_text(script.read_text().replace(line, count + line))
+    models, exchanges = {}, {}
+    arguments = {"accumulated": "--batch-size 16 --accumulate 2", "whole": "--batch-size 32"}
+    for name, words in arguments.items():
+        arguments[name] = f"{words} --clip-norm 0.5"
+    arguments["not clipped"] = "--batch-size 32"
+    for name, words in arguments.items():
+        common = ["--precision", "fp64", "--epochs", 1, "--output-dir", name]
+        run = runs.train(example, folder, 2, *words.split(), *common)
+        assert "global batch 64" in run.stdout
+        models[name] = runs.read_model(folder / name)
+        exchanges[name] = (folder / "exchanges").stat().st_size
+        (folder / "exchanges").unlink()
+    assert runs.largest_difference(models["accumulated"], models["whole"]) < 1e-9
+    assert runs.largest_difference(models["not clipped"], models["whole"]) > 1e-6
+    assert exchanges["accumulated"] == exchanges["whole"] > 0
+
+
+def test_bf16_accuracy(example: str, folder: Path, reference: Reference) -> None:
+    """bf16 ends within one point of fp32's accuracy."""
+    runs.train(example, folder, 2, "--precision", "bf16")
+    bf16, fp32 = (runs.read_metrics(output)[-1]["test_accuracy"] for output in (folder / "output", reference.output))
+    assert abs(bf16 - fp32) <= 0.01
+
+
+def test_torchrun_killed(example: str, folder: Path) -> None:
+    """SIGKILL to torchrun alone: its processes end with it, none trains on unseen."""
+    run = runs.start(example, folder, 2, "--epochs", 1000)
+    run.read_until("epoch  1/")
+    os.kill(run.process.pid, signal.SIGKILL)
+    runs.wait_until(lambda: not run.pids(), 10, "the end of the processes that have lost torchrun")
+    run.wait(10)
+
+
+def test_output_folder_removed(example: str, folder: Path) -> None:
+    """A checkpoint that cannot be written, in the background, ends the run with one clear line."""
+    run = runs.start(example, folder, 2)
+    run.read_until("epoch  1/")
+    shutil.rmtree(folder / "output")
+    run.wait(60)
+    errors = [line for line in run.stderr.splitlines() if line.startswith("train.py: error:")]
+    assert len(errors) == 1 and "cannot write output/" in errors[0] and "--resume" in errors[0], run.stderr
+    assert run.status == 1 and "finished" not in run.stdout
+
+
+def test_without_torchrun(example: str, folder: Path) -> None:
+    """Started as a plain script, it names the command."""
+    run = runs.Run(["python", "train.py"], folder).wait(60)
+    runs.assert_refused(run, 2, "torchrun --standalone --nproc-per-node=2 train.py")
+
+
+def test_more_processes_than_gpus(example: str, folder: Path) -> None:
+    """On a node with fewer GPUs (played here) than processes, all of them refuse before they meet."""
+    (folder / "with_one_gpu.py").write_text(
+        "import runpy, sys, torch\n"
+        "torch.cuda.device_count = lambda: 1\n"
+        "sys.argv = ['train.py']\n"
+        "runpy.run_path('train.py', run_name='__main__')\n"
+    )
+    run = runs.Run(["torchrun", "--standalone", "--nproc-per-node=2", "with_one_gpu.py"], folder).wait(60)
+    runs.assert_refused(run, 1, "--nproc-per-node=2", "1 GPU")
+
+
+def test_bad_input(example: str, folder: Path) -> None:
+    """Bad values of its own flags are refused with one clear line each."""
+    texts = {
+        "--accumulate 0": ["--accumulate", "1 or more"],
+        "--checkpoint-every 0": ["--checkpoint-every", "1 or more"],
+        "--clip-norm 0": ["--clip-norm", "above 0"],
+    }
+    runs.assert_arguments_refused(folder, texts)
+    run = runs.start(example, folder, 2, "--batch-size", 100, "--accumulate", 8).wait(60)
+    runs.assert_refused(run, 1, "--batch-size 100 times --accumulate 8", "719")
