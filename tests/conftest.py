@@ -18,10 +18,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def belongs(item: pytest.Item, first: bool) -> bool:
-    """Whether a test is for its example: test_NAME*.py is for the example NAME, and what is for none runs once."""
+    """Whether a test is for its example: test_NAME*.py is for the example NAME; what is for any or none runs once."""
     if "example" not in item.fixturenames:
         return first
     owners = [name for name in EXAMPLES if item.path.stem.startswith(f"test_{name}")]
+    if item.get_closest_marker("once"):
+        owners = EXAMPLES[:1]
     return not owners or item.callspec.params["example"] in owners
 
 

@@ -43,6 +43,7 @@ def write_data(data_dir: Path, name: str) -> Path:
     return raw
 
 
+@pytest.mark.once
 def test_trains_on_idx_files(example: str, folder: Path) -> None:
     """A few hundred images in torchvision's format are read, learnt and evaluated exactly."""
     write_data(folder / "files", "fashion_mnist")
@@ -53,6 +54,7 @@ def test_trains_on_idx_files(example: str, folder: Path) -> None:
     assert_exact_metrics(folder / "output", "fashion_mnist", str(folder / "files"))
 
 
+@pytest.mark.once
 def test_truncated_idx_file(example: str, folder: Path) -> None:
     """A truncated file ends the run with the folder and the command that fetches it anew."""
     path = write_data(folder / "data", "mnist") / "train-images-idx3-ubyte"

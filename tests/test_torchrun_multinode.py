@@ -101,6 +101,19 @@ def test_accumulate(example: str, folder: Path) -> None:
     assert exchanges["accumulated"] == exchanges["whole"] > 0
 
 
+def test_gradient_checkpointing(example: str, folder: Path, reference: Reference) -> None:
+    """The README's edit, made to the model's first layer: what is computed again has the same bits."""
+    edit = "from torch.utils.checkpoint import checkpoint"
+    assert edit in (folder / "README.md").read_text()
+    models = folder / "common" / "models.py"
+    line = "self.conv1(images)"
+    assert models.read_text().count(line) == 1
+    again = models.read_text().replace(line, "checkpoint(self.conv1, images, use_reentrant=False)")
+    models.write_text(f"{edit}\n{again}")
+    runs.train(example, folder, 2)
+    runs.assert_same_run(folder / "output", reference.output)
+
+
 def test_bf16_accuracy(example: str, folder: Path, reference: Reference) -> None:
     """bf16 ends within one point of fp32's accuracy."""
     runs.train(example, folder, 2, "--precision", "bf16")
