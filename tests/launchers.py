@@ -14,6 +14,10 @@ class Launcher:
     job_recovers: bool = False  # whether the launcher in run.slurm starts a dead worker again
     short_limit: tuple[str, ...] = ("--time=1",)  # sbatch options for a job that reaches its time limit in mid-run
     checkpoint: str = "checkpoint.pt"
+    backend: str = "gloo"  # the word in the first line of a local run
+    rank: str = "torch.distributed.get_rank()"  # what gives a process its number, in a model
+    killed: str = r"(process \d|rank:? *\d)(.|\n)*SIGKILL"  # how stderr names a killed process
+    gpus: bool = True  # whether it uses them, where there are any
 
     def command(self, processes: int) -> list[str]:
         """Return the command, as a list of words, that starts `processes` processes on this machine."""
@@ -22,6 +26,15 @@ class Launcher:
 
 LAUNCHERS = {
     "ddp_spawn": Launcher("python train.py --processes {n}", refusal=2, processes_in_job=2),
+    "horovod_cpu": Launcher(
+        "horovodrun --gloo -np {n} python train.py",
+        refusal=1,
+        processes_in_job=4,
+        short_limit=("--time=2", "--signal=B:USR1@60"),  # several jobs of MPI on two cores take long for an epoch
+        rank="__import__('horovod.torch').torch.rank()",
+        killed=r"Process name: \d\nExit code: 137",
+        gpus=False,
+    ),
     "torchrun_multinode": Launcher(
         "torchrun --standalone --nproc-per-node={n} train.py",
         refusal=1,

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
 assert EXAMPLES, "no examples/*/train.py found"
 MARKER = "EXAMPLES_TEST_RUN"  # in the environment of every process of a run, so that each can be found
-FOREIGN = re.compile(r"SLURM|OMPI_|PMI|MASTER_|TORCHELASTIC|(RANK|WORLD_SIZE|LOCAL_RANK|OMP_NUM_THREADS)$")
+FOREIGN = re.compile(r"SLURM|OMPI_|PMI|HOROVOD_|MASTER_|TORCHELASTIC|(RANK|WORLD_SIZE|LOCAL_RANK|OMP_NUM_THREADS)$")
+PREFIX = re.compile(r"^\[\d+\]<std(?:out|err)>:", re.MULTILINE)  # horovodrun's, before each line of a process
 TIMES = ("samples_per_second", "seconds")  # the columns of metrics.csv that differ from run to run
 
 
@@ -122,7 +123,7 @@ class Run:
         finally:
             self.kill()
             self.errors.seek(0)
-            self.stderr = self.errors.read()
+            self.stdout, self.stderr = PREFIX.sub("", self.stdout), PREFIX.sub("", self.errors.read())
         return self
 
     @property

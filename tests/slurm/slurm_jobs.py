@@ -10,8 +10,8 @@ import runs
 
 from lab import Lab
 
-# The nodes claim more CPUs than the machine has, and OpenMP threads that wait by spinning would slow each other down.
-SETTINGS = {"VENV": sys.prefix, "OMP_WAIT_POLICY": "passive"}
+# The nodes claim more CPUs than the machine has: what waits by spinning, OpenMP or MPI, would slow the others down.
+SETTINGS = {"VENV": sys.prefix, "OMP_WAIT_POLICY": "passive", "OMPI_MCA_mpi_yield_when_idle": "1"}
 NODES, CPUS, GPUS = 2, 32, 2  # CPUs for many jobs at once: SLURM counts them, the machine need not have them
 
 

@@ -1,0 +1,12 @@
+#!/bin/bash
+# Train on this machine over MPI, or on the nodes of an allocation:  bash mpirun_local.sh [SCRIPT] [its arguments]
+# NP=4 OMP_NUM_THREADS=2 bash mpirun_local.sh train_lm.py --epochs 2
+set -euo pipefail
+
+command -v mpirun >/dev/null || { echo "mpirun_local.sh: error: no mpirun: apt-get install openmpi-bin" >&2; exit 1; }
+NP="${NP:-2}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(nproc) > NP ? $(nproc) / NP : 1))}"
+script=train.py
+[[ "${1:-}" != *.py ]] || { script="$1"; shift; }
+# Not bound to one core each, so that threads spread; --oversubscribe permits more processes than cores.
+exec mpirun -np "$NP" --bind-to none --oversubscribe python "$script" "$@"

@@ -1,0 +1,52 @@
+"""What only horovod_cpu promises on SLURM: MPI over two nodes, its second script, staging, no silent lone tasks."""
+
+import re
+from pathlib import Path
+
+import pytest
+from slurm_jobs import SETTINGS, Job, copy, submit
+
+from lab import Lab
+
+pytestmark = pytest.mark.slurm
+
+
+def assert_completed(job: Job) -> None:
+    """Check that SLURM calls a job COMPLETED."""
+    job.wait()
+    assert job.shown["JobState"] == "COMPLETED", f"{job.shown}\n{job.log}"
+
+
+def test_mpi_on_two_nodes(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """The shipped script: 4 ranks on 2 nodes over MPI, with the cores that SLURM has given to each."""
+    job = submit(lab, example, copy(source, tmp_path / example), "--epochs", "1", options=("--cpus-per-task=1",))
+    assert_completed(job)
+    assert "ConvNet on digits: 4 processes on 2 nodes, mpi on cpu, 1 thread each, global batch 256" in job.log
+
+
+def test_srun_without_pmi(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """Plain srun, which tells MPI nothing: every task refuses with the same line, and none trains alone."""
+    folder = copy(source, tmp_path / example)
+    command = ["srun", "--nodes=2", "--ntasks-per-node=2", f"{SETTINGS['VENV']}/bin/python", "train.py"]
+    done = lab.run(command, cwd=folder)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("train.py: error: ")]
+    assert done.returncode != 0 and len(errors) == 4 and len(set(errors)) == 1, done.stderr
+    assert "--mpi=pmix" in errors[0]
+    assert not (folder / "output").exists()
+
+
+def test_language_model_with_staged_text(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """SCRIPT=train_lm.py and STAGE=1: the text is copied once per node, read there, and removed at the end."""
+    folder = copy(source, tmp_path / example)
+    (folder / "texts").mkdir()
+    (folder / "texts" / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    arguments = ["--text-file", "text.txt", "--context", "32", "--epochs", "1"]
+    variables = {"SCRIPT": "train_lm.py", "STAGE": "1", "DATA_DIR": "texts"}
+    job = submit(lab, example, folder, *arguments, **variables)
+    assert_completed(job)
+    assert re.search(rf"copied texts to \S+/data-{job.id} on 2 nodes in \d+ s", job.log), job.log
+    assert "TinyGPT on text.txt: 4 processes on 2 nodes, mpi on cpu" in job.log and "tokens/s" in job.log
+    assert (job.output / "model.pt").exists()
+    for node in ("node1", "node2"):
+        left = lab.run(["srun", f"--nodelist={node}", "sh", "-c", f"ls -d ${{TMPDIR:-/tmp}}/data-{job.id}"])
+        assert left.returncode != 0, left.stdout

@@ -1,0 +1,221 @@
+"""What only horovod_cpu promises: the same bits as ddp_spawn, its own arguments, train_lm.py, install.sh."""
+
+import csv
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import runs
+from runs import ROOT, Reference
+
+DEVANAGARI = "धर्मक्षेत्रे कुरुक्षेत्रे समवेता युयुत्सवः।\nमामकाः पाण्डवाश्चैव किमकुर्वत सञ्जय॥\n"
+
+
+def lm(folder: Path, processes: int, arguments: str, **environment: str) -> runs.Run:
+    """Start train_lm.py with horovodrun."""
+    command = f"horovodrun --gloo -np {processes} python train_lm.py {arguments}"
+    return runs.Run(command.split(), folder, environment)
+
+
+def lm_rows(output: Path) -> list[dict[str, float]]:
+    """Return the rows of train_lm.py's metrics.csv without what a clock has filled."""
+    with open(output / "metrics.csv", newline="") as file:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    return [{name: row[name] for name in ("epoch", "train_loss", "test_loss", "world_size")} for row in rows]
+
+
+def test_same_bits_as_ddp_spawn(example: str, tmp_path: Path, reference: Reference) -> None:
+    """The same seed and data, 2 processes, fp32: DistributedDataParallel ends with the same bits and metrics."""
+    folder = runs.copy_example(ROOT / "examples" / "ddp_spawn", tmp_path / "ddp_spawn")
+    runs.train("ddp_spawn", folder, 2)
+    runs.assert_same_run(reference.output, folder / "output")
+
+
+def test_without_a_launcher(example: str, folder: Path) -> None:
+    """`python train.py` trains as one process on all cores, over Gloo and no network."""
+    run = runs.Run(["python", "train.py", "--epochs", "1"], folder).wait(120)
+    assert run.status == 0, run.stderr
+    threads = len(os.sched_getaffinity(0))
+    assert f"1 processes on 1 node, gloo on cpu, {threads} thread" in run.stdout
+    assert runs.read_metrics(folder / "output")[0]["world_size"] == 1
+
+
+def test_srun_without_pmi(example: str, folder: Path) -> None:
+    """A task of a larger srun that no MPI has been told of would train alone: refused."""
+    for script in ("train.py", "train_lm.py"):
+        run = runs.Run(["python", script], folder, {"SLURM_STEP_NUM_TASKS": "4"}).wait(60)
+        errors = run.stderr.splitlines()
+        assert run.status == 2 and len(errors) == 1, run.stderr
+        assert errors[0].startswith(f"{script}: error: ") and "--mpi=pmix" in errors[0] and "4 tasks" in errors[0]
+
+
+@pytest.mark.parametrize(("processes", "batch_size", "batches"), [(3, 50, 1), (2, 7, 3)])
+def test_sizes_that_do_not_divide(example: str, folder: Path, processes: int, batch_size: int, batches: int) -> None:
+    """All ranks take the same number of steps, and no rank waits for another at the end of an epoch."""
+    arguments = f"--epochs 2 --batch-size {batch_size} --batches-per-allreduce {batches} --timeout 60"
+    runs.train(example, folder, processes, *arguments.split())
+    steps = 1438 // processes // (batch_size * batches)
+    for row in runs.read_metrics(folder / "output"):
+        assert round(row["samples_per_second"] * row["seconds"]) == processes * steps * batch_size * batches
+
+
+def test_batches_per_allreduce(example: str, folder: Path) -> None:
+    """Two batches of 16 that make one step are one batch of 32, exactly (fp64)."""
+    for output, arguments in (("one", "--batch-size 32"), ("two", "--batch-size 16 --batches-per-allreduce 2")):
+        runs.train(example, folder, 2, *f"--epochs 1 --precision fp64 --output-dir {output} {arguments}".split())
+    assert runs.largest_difference(runs.read_model(folder / "one"), runs.read_model(folder / "two")) < 1e-9
+
+
+def test_fp16_allreduce(example: str, folder: Path, reference: Reference) -> None:
+    """Gradients sent as 16-bit numbers train as well; the weights stay fp32, and a resume needs the same flag."""
+    runs.train(example, folder, 2, "--fp16-allreduce")
+    assert runs.read_metrics(folder / "output")[-1]["test_accuracy"] > 0.95
+    assert runs.largest_difference(runs.read_model(folder / "output"), runs.read_model(reference.output)) > 0
+    run = runs.start(example, folder, 2, "--resume").wait(60)
+    assert run.status != 0 and "fp16_allreduce True" in run.stderr
+
+
+def test_learning_rate(example: str, folder: Path) -> None:
+    """--scale-lr multiplies by processes and batches per step; --warmup-epochs gets there in a straight line."""
+    script = (
+        "import argparse, train\n"
+        "train.hvd.size = lambda: 4\n"
+        "def rates(**changed):\n"
+        "    args = dict(lr=0.5, scale_lr=True, warmup_epochs=0, batches_per_allreduce=1) | changed\n"
+        "    return [train.learning_rate(argparse.Namespace(**args), epoch) for epoch in (0, 0.5, 1, 2, 7.5)]\n"
+        "print(rates(scale_lr=False), rates(), rates(batches_per_allreduce=2), rates(warmup_epochs=2), sep='\\n')\n"
+    )
+    run = runs.Run(["python", "-c", script], folder).wait(60)
+    assert run.stdout.splitlines() == [
+        "[0.5, 0.5, 0.5, 0.5, 0.5]",
+        "[2.0, 2.0, 2.0, 2.0, 2.0]",
+        "[4.0, 4.0, 4.0, 4.0, 4.0]",
+        "[0.5, 0.875, 1.25, 2.0, 2.0]",
+    ], run.stderr
+    run = runs.Run(["python", "train.py", "--warmup-epochs", "2"], folder).wait(60)
+    runs.assert_refused(run, 2, "--warmup-epochs", "--scale-lr")
+
+
+@pytest.mark.faults
+def test_warmup_resumed(example: str, folder: Path) -> None:
+    """A run that ends in the middle of its warm-up and goes on has the same bits."""
+    arguments = "--scale-lr --warmup-epochs 2 --epochs {} --output-dir {}"
+    runs.train(example, folder, 2, *arguments.format(3, "whole").split())
+    runs.train(example, folder, 2, *arguments.format(1, "resumed").split())
+    runs.train(example, folder, 2, *arguments.format(3, "resumed").split(), "--resume")
+    runs.assert_same_run(folder / "resumed", folder / "whole")
+
+
+def test_too_many_threads(example: str, folder: Path) -> None:
+    """More threads than cores: one warning line; the user's OMP_NUM_THREADS is kept."""
+    threads = len(os.sched_getaffinity(0))
+    run = runs.train(example, folder, 2, "--epochs", 1, OMP_NUM_THREADS=str(threads))
+    warnings = [line for line in run.stderr.splitlines() if "warning: 2 processes" in line]
+    assert len(warnings) == 1 and f"{threads} threads each share {threads} cores" in warnings[0], run.stderr
+    assert f"{threads} threads each" in run.stdout
+
+
+def test_lm_reaches_the_floor(example: str, folder: Path) -> None:
+    """The default run ends within 5 % of the source's entropy, in under two minutes on two cores."""
+    run = lm(folder, 2, "").wait(300)
+    assert run.status == 0, run.stderr
+    last = re.findall(r"test loss ([\d.]+) \(floor ([\d.]+)\) \| perplexity ([\d.]+) per byte", run.stdout)[-1]
+    loss, floor, perplexity = map(float, last)
+    assert 0.99 * floor < loss < 1.05 * floor
+    assert perplexity == pytest.approx(2.718281828**loss, abs=0.01)
+    assert re.search(r"\| +\d+ tokens/s \|", run.stdout) and "sample: " in run.stdout
+
+
+def test_lm_on_devanagari(example: str, folder: Path) -> None:
+    """A text of three bytes a letter: it trains, is killed, goes on with the same bits, and writes a line."""
+    (folder / "gita.txt").write_text(DEVANAGARI * 150, encoding="utf-8")
+    arguments = "--text-file gita.txt --context 32 --epochs 4 --output-dir"
+    whole = lm(folder, 2, f"{arguments} whole").wait(180)
+    assert whole.status == 0, whole.stderr
+    run = lm(folder, 2, f"{arguments} resumed")
+    run.read_until("epoch  1/")
+    run.kill()
+    run.wait(30)
+    resumed = lm(folder, 2, f"{arguments} resumed --resume").wait(180)
+    assert resumed.status == 0 and "continuing after epoch" in resumed.stdout, resumed.stderr
+    assert lm_rows(folder / "resumed") == lm_rows(folder / "whole")
+    assert runs.largest_difference(runs.read_model(folder / "resumed"), runs.read_model(folder / "whole")) == 0
+    samples = [re.search("^sample: (.+)$", run.stdout, re.MULTILINE) for run in (whole, resumed)]
+    assert all(samples) and samples[0][1] == samples[1][1]
+    assert re.search("[\u0900-\u097f]", samples[0][1]), samples[0][1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        ("--text-file none.txt", ["none.txt", "No such file"]),
+        ("--text-file empty.txt", ["empty.txt", "empty"]),
+        ("--text-file short.txt", ["longer text"]),
+        ("--text-file train.py --batch-size 4000", ["4000"]),
+        ("--context 0", ["--context", "1 or more"]),
+    ],
+)
+def test_lm_bad_input(example: str, folder: Path, arguments: str, texts: list[str]) -> None:
+    """Bad input ends with one clear line."""
+    (folder / "empty.txt").touch()
+    (folder / "short.txt").write_text("short")
+    run = runs.Run(["python", "train_lm.py", *arguments.split()], folder).wait(60)
+    lines = [line for line in run.stderr.splitlines() if line.startswith("train_lm.py: error: ")]
+    assert run.status == 2 and len(lines) == 1 and "Traceback" not in run.stderr, run.stderr
+    assert all(text in lines[0] for text in texts), lines
+
+
+TOOLS = "bash sh env cat basename grep head tr mkdir mktemp mv cp rm sed tail tar gzip nproc uname"
+
+
+@pytest.mark.parametrize(
+    ("missing", "texts"),
+    [
+        ("torch", ["torch", "pip install -r requirements.txt"]),
+        ("c++", ["no C++ compiler", "g++"]),
+        ("cmake", ["no cmake", "apt-get install cmake"]),
+        ("make", ["no make", "apt-get install make"]),
+        ("network", ["download failed", "login node"]),
+    ],
+)
+def test_install_errors(example: str, folder: Path, tmp_path: Path, missing: str, texts: list[str]) -> None:
+    """install.sh says in one line what is missing and what to install, and leaves no wheel behind."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    python = shutil.which("python")
+    (programs / "python").write_text(f'#!/bin/sh\nexec {python} {"-S" * (missing == "torch")} "$@"\n')
+    (programs / "python").chmod(0o755)
+    for name in [*TOOLS.split(), *{"c++", "cmake", "make", "uv"} - {missing}]:
+        if found := shutil.which(name):
+            (programs / name).symlink_to(found)
+    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_NO_CACHE_DIR": "1"}
+    nowhere |= {"PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+    variables = {"PATH": str(programs), "XDG_CACHE_HOME": str(tmp_path / "cache")} | nowhere
+    run = runs.Run(["bash", "install.sh"], folder, variables).wait(60)
+    errors = [line for line in run.stderr.splitlines() if line.startswith("install.sh: error: ")]
+    assert run.status == 1 and len(errors) == 1, run.stderr
+    assert all(text in errors[0] for text in texts), errors
+    assert not list(tmp_path.glob("cache/**/*.whl"))
+
+
+def test_second_install(example: str, folder: Path) -> None:
+    """The wheel in the cache is used again: no second build, and what is installed works."""
+    start = time.monotonic()
+    run = runs.Run(["bash", "install.sh"], folder).wait(120)
+    assert run.status == 0, run.stderr
+    assert time.monotonic() - start < 60 and "building" not in run.stdout
+    assert "[X] PyTorch" in run.stdout and "[X] Gloo" in run.stdout and "have added up" in run.stdout
+
+
+def test_launcher_killed(example: str, folder: Path) -> None:
+    """SIGTERM to horovodrun alone: no process trains on unseen."""
+    run = runs.start(example, folder, 2, "--epochs", 1000)
+    run.read_until("epoch  1/")
+    os.kill(run.process.pid, signal.SIGTERM)
+    runs.wait_until(lambda: not run.workers(), 60, "the end of the processes that have lost horovodrun")
+    run.wait(30)
+    assert run.status != 0

@@ -1,0 +1,37 @@
+"""The contract once more for horovod_cpu, over MPI by its mpirun_local.sh: here what MPI might do otherwise."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import runs
+import test_contract
+from launchers import LAUNCHERS
+from runs import Reference
+
+AS_ROOT = "env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"  # Open MPI's leave for containers
+HERE = ("test_default_run", "test_killed_twice", "test_one_worker_killed", "test_one_worker_hangs")
+globals().update({name: getattr(test_contract, name) for name in HERE})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mpirun(example: str) -> Iterator[None]:
+    """Start horovod_cpu with mpirun instead of horovodrun."""
+    row = LAUNCHERS[example]
+    LAUNCHERS[example] = replace(
+        row,
+        local=f"{AS_ROOT} NP={{n}} bash mpirun_local.sh",
+        refusal=2,
+        backend="mpi",
+        killed=r"process rank \d (.|\n)*signal 9",
+    )
+    yield
+    LAUNCHERS[example] = row
+
+
+@pytest.fixture(scope="module")
+def reference(example: str, mpirun: None, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Run mpirun_local.sh, once, in a fresh copy."""
+    folder = runs.copy_example(source, tmp_path_factory.mktemp("mpirun") / example)
+    return Reference(folder / "output", runs.train(example, folder, 2))
