@@ -9,6 +9,7 @@ Printed are medians over the rounds, of ratios within a round, and what one chec
 
 import argparse
 import copy
+import shutil
 import statistics
 import sys
 import tempfile
@@ -85,6 +86,8 @@ def main() -> None:
         print(f"a step with the vote / without: {step:.4f} ({min(votes):.3f} to {max(votes):.3f})")
         print(f"a save holds training up for {statistics.median(held_up) * 1e3:.1f} ms; a copy: {copied * 1e3:.1f} ms")
         print(f"an epoch is longer by {statistics.median(saves) * 1e3:.1f} ms for each of its checkpoints")
+    train.finish_writing()
+    shutil.rmtree(args.output_dir)
     train.leave("")
 
 

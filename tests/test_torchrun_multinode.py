@@ -141,6 +141,17 @@ def test_output_folder_removed(example: str, folder: Path) -> None:
     assert run.status == 1 and "finished" not in run.stdout
 
 
+def test_checkpoint_that_cannot_be_made(example: str, folder: Path) -> None:
+    """What cannot be pickled fails in the background, and ends the run with its traceback: no night without a save."""
+    script = folder / "train.py"
+    line = '"run": os.environ["TORCHELASTIC_RUN_ID"]}'
+    assert script.read_text().count(line) == 1
+    script.write_text(script.read_text().replace(line, f"{line} | {{'mine': lambda: 0}}"))
+    run = runs.start(example, folder, 2).wait(60)
+    assert run.status == 1 and re.search("Error: Can't (pickle|get local)", run.stderr), run.stderr
+    assert "finished" not in run.stdout
+
+
 def test_without_torchrun(example: str, folder: Path) -> None:
     """Started as a plain script, it names the command."""
     run = runs.Run(["python", "train.py"], folder).wait(60)

@@ -33,7 +33,8 @@ from common.models import ConvNet
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}  # of the weights; bf16 is autocast
 COLUMNS = "epoch,train_loss,test_loss,test_accuracy,samples_per_second,seconds,world_size"
 stop = torch.zeros(1)  # preemption: not 0 once a signal has asked this process to stop
-disk = ThreadPoolExecutor(max_workers=1)  # preemption: checkpoints are written while training goes on
+disk = ThreadPoolExecutor(max_workers=1)  # preemption: checkpoints are written while training goes on,
+writing = []  # one at a time
 
 
 def parse_args():
@@ -158,10 +159,10 @@ def save(args, model, optimizer, history, position):
     sums = position["sums"].clone()
     dist.all_reduce(sums)  # preemption: each process has filled a row of its own
     if dist.get_rank() == 0:
-        disk.submit(int).result()  # the checkpoint before is on disk: there is one copy at most
+        finish_writing()  # there is one copy at most
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "settings": settings(args)}
         state |= {"history": history, "position": position | {"sums": sums}, "run": os.environ["TORCHELASTIC_RUN_ID"]}
-        disk.submit(write_checkpoint, args.output_dir, copy.deepcopy(state))
+        writing.append(disk.submit(write_checkpoint, args.output_dir, copy.deepcopy(state)))
 
 
 def write_checkpoint(folder, state):
@@ -171,9 +172,15 @@ def write_checkpoint(folder, state):
     write(folder / "checkpoint.pt", lambda file: torch.save(state, file))  # last, so that no row can be lost
 
 
+def finish_writing():
+    """Wait until the last checkpoint is on disk; raise here what went wrong there."""
+    while writing:
+        writing.pop().result()
+
+
 def leave(message):
     """End this process, as all others do now, once the last checkpoint is on disk."""
-    disk.shutdown()
+    finish_writing()
     dist.barrier()  # ddp: the others wait for rank 0
     if dist.get_rank() == 0:
         print(message)
