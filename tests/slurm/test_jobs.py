@@ -106,7 +106,7 @@ def test_killed_process(example: str, source: Path, lab: Lab, jobs: Jobs, tmp_pa
     for victim, job in victims.items():
         if victim == "worker" and LAUNCHERS[example].job_recovers:
             assert_completed(job, EPOCHS)
-            assert job.shown["Restarts"] == "0" and "-9" in job.log
+            assert job.shown["Restarts"] == "0" and "exitcode: -9" in job.log
             assert job.log.count("ConvNet on digits") == 2 and "continuing after epoch" in job.log
             runs.assert_same_run(job.output, jobs.plain.output)
             continue
