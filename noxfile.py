@@ -25,7 +25,6 @@ nox.options.sessions = ["sync", "lint", "smoke"]
 ROOT = Path(__file__).resolve().parent
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
 assert EXAMPLES, "no examples/*/train.py found"
-LEFT_OUT = shutil.ignore_patterns("output", "data", "__pycache__", ".venv", "*.out", "*.log")  # what runs leave behind
 every_example = nox.parametrize("example", EXAMPLES, ids=EXAMPLES)
 
 
@@ -42,13 +41,14 @@ def install(session: nox.Session, folder: Path) -> None:
         session.run("bash", str(folder / "install.sh"), external=True)
 
 
-def run_tests(session: nox.Session, example: str, marks: str) -> None:
-    """Copy an example out of the repository, install it there, and run the tests that `marks` select on it."""
+def run_tests(session: nox.Session, example: str, marks: str, at_once: int) -> None:
+    """Copy an example out of the repository, install it there, and run those of its tests that `marks` select."""
     with tempfile.TemporaryDirectory(prefix=f"{example}-") as temporary:
-        folder = Path(shutil.copytree(ROOT / "examples" / example, Path(temporary, example), ignore=LEFT_OUT))
+        folder = ours("launchers").copy_example(ROOT / "examples" / example, Path(temporary, example))
         install(session, folder)
         session.install("-r", "tests/requirements.txt")
-        session.run("pytest", "-m", marks, f"--example={example}", f"--folder={folder}", *session.posargs)
+        options = [f"--example={example}", f"--folder={folder}", f"--numprocesses={at_once}", "--dist=worksteal"]
+        session.run("pytest", "-m", marks, *options, *session.posargs)
 
 
 @nox.session
@@ -70,7 +70,7 @@ def train(session: nox.Session) -> None:
 @every_example
 def smoke(session: nox.Session, example: str) -> None:
     """Copy each example out of the repository, run its README's command and its tests there, on CPU over Gloo."""
-    run_tests(session, example, "not slurm and not faults")
+    run_tests(session, example, "not slurm and not faults", at_once=2)
 
 
 @nox.session
@@ -79,14 +79,14 @@ def slurm(session: nox.Session, example: str) -> None:
     """Start a SLURM of two nodes on this machine and submit each example's run.slurm, unmodified (needs root)."""
     if reason := ours("lab").why_not():
         session.skip(reason)
-    run_tests(session, example, "slurm and not faults")
+    run_tests(session, example, "slurm and not faults", at_once=3)
 
 
 @nox.session
 @every_example
 def faults(session: nox.Session, example: str) -> None:
     """Run the long tests of each example: ten kills at random moments, each followed by a resume."""
-    run_tests(session, example, "faults")
+    run_tests(session, example, "faults", at_once=2)
 
 
 def differences(copy: Path) -> list[str]:
@@ -105,7 +105,7 @@ def sync(session: nox.Session) -> None:
     if "--fix" in session.posargs:
         for copy in copies:
             shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(ROOT / "common", copy, ignore=LEFT_OUT)
+            shutil.copytree(ROOT / "common", copy, ignore=shutil.ignore_patterns("__pycache__"))
     if wrong := [name for copy in copies for name in differences(copy)]:
         session.error(f"differs from the top-level common/: {', '.join(wrong)}; edit there, then: nox -s sync -- --fix")
 

@@ -1,9 +1,11 @@
 """Fixtures: the example under test, copied out of the repository, and its undisturbed reference run."""
 
+import os
 from pathlib import Path
 
 import pytest
 import runs
+from launchers import copy_example
 from runs import EXAMPLES, ROOT, Reference
 
 
@@ -42,11 +44,22 @@ def source(example: str, pytestconfig: pytest.Config) -> Path:
 @pytest.fixture
 def folder(source: Path, tmp_path: Path) -> Path:
     """A fresh copy of the example's folder, outside the repository."""
-    return runs.copy_example(source, tmp_path / "copied")
+    return copy_example(source, tmp_path / "copied")
 
 
 @pytest.fixture(scope="session")
-def reference(example: str, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def common_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A temporary folder that is the same for all workers of pytest-xdist."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def reference(example: str, source: Path, common_folder: Path) -> Reference:
     """Run the README's local command, once, in a fresh copy."""
-    folder = runs.copy_example(source, tmp_path_factory.mktemp("reference") / example)
-    return Reference(folder / "output", runs.train(example, folder, 2))
+
+    def make(folder: Path) -> Reference:
+        copy_example(source, folder)
+        return Reference(folder / "output", runs.train(example, folder, 2).stdout)
+
+    return runs.reference(common_folder / f"reference-{example}", make)

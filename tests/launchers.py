@@ -1,7 +1,17 @@
-"""How each example is started locally, and what its launcher makes of a failure: one row an example."""
+"""How each example is copied and started locally, and what its launcher makes of a failure: one row an example."""
 
 import shlex
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
+
+# What runs leave behind.
+LEFT_OUT = shutil.ignore_patterns("output", "data", "__pycache__", ".venv", "*.out", "*.log")
+
+
+def copy_example(source: Path, target: Path) -> Path:
+    """Copy an example's folder, as `cp -r` would, without what earlier runs may have left in it."""
+    return Path(shutil.copytree(source, target, ignore=LEFT_OUT))
 
 
 @dataclass(frozen=True)
@@ -12,7 +22,6 @@ class Launcher:
     refusal: int  # exit status after bad input
     processes_in_job: int  # how many run.slurm starts, unmodified, on nodes without GPUs
     job_recovers: bool = False  # whether the launcher in run.slurm starts a dead worker again
-    short_limit: tuple[str, ...] = ("--time=1",)  # sbatch options for a job that reaches its time limit in mid-run
     checkpoint: str = "checkpoint.pt"
     backend: str = "gloo"  # the word in the first line of a local run
     rank: str = "torch.distributed.get_rank()"  # what gives a process its number, in a model
@@ -30,7 +39,6 @@ LAUNCHERS = {
         "horovodrun --gloo -np {n} python train.py",
         refusal=1,
         processes_in_job=4,
-        short_limit=("--time=2", "--signal=B:USR1@60"),  # several jobs of MPI on two cores take long for an epoch
         rank="__import__('horovod.torch').torch.rank()",
         killed=r"Process name: \d\nExit code: 137",
         gpus=False,
@@ -40,6 +48,5 @@ LAUNCHERS = {
         refusal=1,
         processes_in_job=4,
         job_recovers=True,
-        short_limit=("--time=2", "--signal=B:USR1@60"),  # the header's 120 s would be before the start
     ),
 }

@@ -3,9 +3,9 @@
 import csv
 import os
 import re
-import shutil
 import signal
 import subprocess
+import textwrap
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from launchers import LAUNCHERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,13 +31,23 @@ def clean_environment() -> dict[str, str]:
     return kept | {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def copy_example(source: Path, target: Path) -> Path:
-    """Copy an example's folder, as `cp -r` would, without what earlier runs may have left in it."""
-    return Path(
-        shutil.copytree(
-            source, target, ignore=shutil.ignore_patterns("output", "data", "__pycache__", ".venv", "*.out", "*.log")
-        )
-    )
+def edit(path: Path, old: str, new: str) -> None:
+    """Replace the one place where a file says `old`; raise AssertionError if there is none, or several."""
+    text = path.read_text()
+    assert text.count(old) == 1, f"{path} says {old!r} {text.count(old)} times"
+    path.write_text(text.replace(old, new))
+
+
+def play_one_gpu(folder: Path) -> None:
+    """Have an example's train.py believe that this machine has one GPU."""
+    imports = "from common import data\n"
+    edit(folder / "train.py", imports, imports + "torch.cuda.device_count = lambda: 1\n")
+
+
+def plant(folder: Path, lines: str) -> None:
+    """Put lines of Python where an example's ConvNet begins to compute."""
+    first = "        x = F.relu(self.conv1(images))"
+    edit(folder / "common" / "models.py", first, textwrap.indent(textwrap.dedent(lines), " " * 8) + first)
 
 
 def find_processes(variable: str) -> list[int]:
@@ -155,10 +166,22 @@ class Run:
 
 @dataclass(frozen=True)
 class Reference:
-    """An undisturbed run with 2 processes and the default settings."""
+    """What an undisturbed run with the default settings has written and printed."""
 
     output: Path
-    run: Run
+    stdout: str
+
+
+def reference(folder: Path, make: Callable[[Path], Reference]) -> Reference:
+    """Have make(folder) do the reference run, unless another of the tests' workers has done, or does so just now."""
+    stdout = folder / "stdout.txt"
+    with FileLock(f"{folder}.lock"):
+        if stdout.exists():
+            return Reference(Path((folder / "output.txt").read_text()), stdout.read_text())
+        made = make(folder)
+        (folder / "output.txt").write_text(str(made.output))
+        stdout.write_text(made.stdout)
+        return made
 
 
 def start(example: str, folder: Path, processes: int, *args: object, **environment: str) -> Run:

@@ -30,17 +30,12 @@ def test_cores_of_the_job(example: str, folder: Path) -> None:
 
 def test_more_processes_than_gpus(example: str, folder: Path) -> None:
     """On a GPU machine (played here) more processes than GPUs are refused before any of them starts."""
-    (folder / "with_one_gpu.py").write_text(
-        "import runpy, sys, torch\n"
-        "torch.cuda.device_count = lambda: 1\n"
-        "sys.argv = ['train.py', '--processes', '2']\n"
-        "runpy.run_path('train.py', run_name='__main__')\n"
-    )
-    run = runs.Run(["python", "with_one_gpu.py"], folder).wait(60)
+    runs.play_one_gpu(folder)
+    run = runs.start(example, folder, 2).wait(60)
     runs.assert_refused(run, 2, "--processes 2", "1 GPU")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_parent_killed(example: str, folder: Path, number: signal.Signals) -> None:
     """A signal to the parent alone: its processes end by themselves, none trains on unseen; no traceback."""
     run = runs.start(example, folder, 2, "--epochs", 1000)
@@ -53,20 +48,18 @@ def test_parent_killed(example: str, folder: Path, number: signal.Signals) -> No
 
 def test_every_traceback(example: str, folder: Path) -> None:
     """The parent, held up until two processes have failed, shows both tracebacks: the cause is not lost."""
-    models = folder / "common" / "models.py"
-    line = "        x = F.relu(self.conv1(images))"
-    planted = (
-        "        rank = torch.distributed.get_rank()\n"
-        "        open(f'started-{rank}', 'w').close()\n"
-        "        __import__('time').sleep(5)\n"
-        "        raise ArithmeticError(f'planted on rank {rank}')\n"
+    runs.plant(
+        folder,
+        """\
+        rank = torch.distributed.get_rank()
+        open(f"started-{rank}", "w").close()
+        __import__("time").sleep(5)
+        raise ArithmeticError(f"planted on rank {rank}")
+        """,
     )
-    assert models.read_text().count(line) == 1
-    models.write_text(models.read_text().replace(line, planted + line))
     run = runs.start(example, folder, 2)
-    runs.wait_until(
-        lambda: len(list(folder.glob("started-*"))) == 2, 60, "both workers"
-    )  # they need the parent's store
+    # The workers need the parent's store to meet.
+    runs.wait_until(lambda: len(list(folder.glob("started-*"))) == 2, 60, "both workers")
     os.kill(run.process.pid, signal.SIGSTOP)
     runs.wait_until(lambda: len(runs.with_torch(run.pids())) == 2, 60, "only the parent and the forkserver")
     os.kill(run.process.pid, signal.SIGCONT)

@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import launchers
 import pytest
 import runs
 from runs import ROOT, Reference
@@ -30,7 +31,7 @@ def lm_rows(output: Path) -> list[dict[str, float]]:
 
 def test_same_bits_as_ddp_spawn(example: str, tmp_path: Path, reference: Reference) -> None:
     """The same seed and data, 2 processes, fp32: DistributedDataParallel ends with the same bits and metrics."""
-    folder = runs.copy_example(ROOT / "examples" / "ddp_spawn", tmp_path / "ddp_spawn")
+    folder = launchers.copy_example(ROOT / "examples" / "ddp_spawn", tmp_path / "ddp_spawn")
     runs.train("ddp_spawn", folder, 2)
     runs.assert_same_run(reference.output, folder / "output")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import runs
 import test_contract
-from launchers import LAUNCHERS
+from launchers import LAUNCHERS, copy_example
 from runs import Reference
 
 AS_ROOT = "env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"  # Open MPI's leave for containers
@@ -31,7 +31,11 @@ def mpirun(example: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def reference(example: str, mpirun: None, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def reference(example: str, mpirun: None, source: Path, common_folder: Path) -> Reference:
     """Run mpirun_local.sh, once, in a fresh copy."""
-    folder = runs.copy_example(source, tmp_path_factory.mktemp("mpirun") / example)
-    return Reference(folder / "output", runs.train(example, folder, 2))
+
+    def make(folder: Path) -> Reference:
+        copy_example(source, folder)
+        return Reference(folder / "output", runs.train(example, folder, 2).stdout)
+
+    return runs.reference(common_folder / f"mpirun-{example}", make)

@@ -1,22 +1,36 @@
-"""The fixture: a SLURM of two nodes on this machine."""
+"""The fixtures: a SLURM of two nodes on this machine, and the job that others are compared with."""
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from slurm_jobs import CPUS, GPUS, NODES
+import runs
+from runs import Reference
+from slurm_jobs import CPUS, EPOCHS, GPUS, NODES, all_nodes, assert_completed, copy, on_this_machine_only, submit
 
 from lab import Lab, why_not
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(common_folder: Path) -> Iterator[Lab]:
     """A running lab that ends with this process, whatever happens to it."""
     if reason := why_not():
         pytest.skip(reason)
-    folders = [tmp_path_factory.getbasetemp(), Path(sys.prefix)]
-    shared = [folder for folder in folders if folder.resolve().is_relative_to("/tmp")]  # each node has its own /tmp
+    shared = on_this_machine_only(common_folder, Path(sys.prefix))
     with Lab(NODES, CPUS, GPUS, name=f"test{os.getpid()}", share=shared) as lab:
         yield lab
+
+
+@pytest.fixture(scope="session")
+def undisturbed(example: str, source: Path, lab: Lab, common_folder: Path) -> Callable[[], Reference]:
+    """A function that returns what the shipped job leaves: called last, since it runs that job if none has yet."""
+
+    def make(folder: Path) -> Reference:
+        copied = folder / example
+        job = submit(lab, example, copied if copied.exists() else copy(source, copied), options=(all_nodes(source),))
+        assert_completed(job, EPOCHS)
+        return Reference(job.output, job.log)
+
+    return lambda: runs.reference(common_folder / "undisturbed", make)

@@ -6,13 +6,21 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import launchers
 import runs
+from launchers import LAUNCHERS
 
 from lab import Lab
 
 # The nodes claim more CPUs than the machine has: what waits by spinning, OpenMP or MPI, would slow the others down.
 SETTINGS = {"VENV": sys.prefix, "OMP_WAIT_POLICY": "passive", "OMPI_MCA_mpi_yield_when_idle": "1"}
-NODES, CPUS, GPUS = 2, 32, 2  # CPUs for many jobs at once: SLURM counts them, the machine need not have them
+NODES, CPUS, GPUS = 2, 16, 2  # CPUs for a few jobs at once: SLURM counts them, the machine need not have them
+EPOCHS = 5  # of a run with the default settings
+
+
+def on_this_machine_only(*folders: Path) -> list[Path]:
+    """Of the folders that jobs use return those that a lab has to share: each of its nodes has a /tmp of its own."""
+    return [folder for folder in folders if folder.resolve().is_relative_to("/tmp")]
 
 
 def job_processes(lab: Lab, job: str) -> list[int]:
@@ -46,7 +54,13 @@ class Job:
         """What `scontrol show job` says."""
         return self.lab.job(self.id)
 
-    def wait_for_line(self, text: str, seconds: float = 90) -> None:
+    def limit_time(self, seconds: int) -> None:
+        """Change the job's time limit: it gets as many seconds from now on, and up to 59 more."""
+        hours, minutes, past = map(int, self.shown["RunTime"].split(":"))
+        limit = -(-(hours * 3600 + minutes * 60 + past + seconds) // 60)
+        self.lab.run(["scontrol", "update", f"JobId={self.id}", f"TimeLimit={limit}"], check=True)
+
+    def wait_for_line(self, text: str, seconds: float = 180) -> None:
         """Wait until the log contains `text`; raise AssertionError if the job ends before."""
         runs.wait_until(lambda: text in self.log or self.ended, seconds, f"{text!r} in the log of job {self.id}")
         assert text in self.log, f"job {self.id} ended without {text!r}: {self.shown['JobState']}\n{self.log}"
@@ -56,7 +70,7 @@ class Job:
         """Whether SLURM has done with the job."""
         return self.shown["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING")
 
-    def wait(self, seconds: float = 180) -> "Job":
+    def wait(self, seconds: float = 300) -> "Job":
         """Wait until the job has ended, and none of its processes is left."""
         runs.wait_until(lambda: self.ended, seconds, f"the end of job {self.id} in {self.folder}")
         runs.wait_until(lambda: not self.processes(), 30, f"the end of all processes of job {self.id}")
@@ -87,7 +101,30 @@ def header(folder: Path, option: str) -> int:
     return int(value[1])
 
 
+def slowed(source: Path, folder: Path, sleep: str) -> Path:
+    """Copy an example and let each of its epochs sleep first, `sleep` seconds, so that it lasts and no core is busy."""
+    line = "    model.train()\n"
+    runs.edit(copy(source, folder) / "train.py", line, f"    time.sleep({sleep})\n{line}")
+    return folder
+
+
 def copy(source: Path, target: Path) -> Path:
     """Copy an example for a job."""
     shutil.rmtree(target, ignore_errors=True)
-    return runs.copy_example(source, target)
+    return launchers.copy_example(source, target)
+
+
+def all_nodes(folder: Path) -> str:
+    """Return the option that gives a job the first nodes of the lab, as many as its header asks for."""
+    return f"--nodelist=node[1-{header(folder, 'nodes')}]"
+
+
+def assert_completed(job: Job, epochs: int) -> None:
+    """Check that a job ended well, where the README says, and that as many processes trained as it asked for."""
+    job.wait()
+    assert job.shown["JobState"] == "COMPLETED", f"{job.shown}\n{job.log}"
+    rows = runs.read_metrics(job.output)
+    assert [row["epoch"] for row in rows] == list(range(1, epochs + 1))
+    assert {row["world_size"] for row in rows} == {LAUNCHERS[job.name].processes_in_job}
+    assert "finished: test acc" in job.log
+    assert runs.read_model(job.output)

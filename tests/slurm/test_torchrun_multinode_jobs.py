@@ -4,13 +4,13 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import runs
 from runs import Reference
-from slurm_jobs import CPUS, Job, copy, submit
+from slurm_jobs import CPUS, NODES, Job, copy, on_this_machine_only, submit
 
 from lab import Lab
 
@@ -23,19 +23,11 @@ PARTITIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def plain(lab: Lab, example: str, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """An undisturbed job."""
-    job = submit(lab, example, copy(source, tmp_path_factory.mktemp("plain") / example)).wait()
-    assert job.shown["JobState"] == "COMPLETED", job.log
-    return Reference(job.output, None)
-
-
 @pytest.fixture
 def other_lab(lab: Lab, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Lab]:
     """A lab of this test's own, made with the keyword arguments that the test gives as its parameter."""
-    shared = [folder for folder in (tmp_path.parent, Path(sys.prefix)) if folder.resolve().is_relative_to("/tmp")]
-    with Lab(2, CPUS, name=f"other{os.getpid()}", share=shared, **getattr(request, "param", {})) as other:
+    shared = on_this_machine_only(tmp_path.parent, Path(sys.prefix))
+    with Lab(NODES, CPUS, name=f"other{os.getpid()}", share=shared, **getattr(request, "param", {})) as other:
         yield other
 
 
@@ -51,13 +43,16 @@ def assert_stopped_once(job: Job) -> None:
     assert "ranks: node1 0, 1; node2 2, 3" in job.log
 
 
-def test_stopped_by_usr1(lab: Lab, example: str, source: Path, plain: Reference, tmp_path: Path) -> None:
+@pytest.mark.faults
+def test_stopped_by_usr1(
+    lab: Lab, example: str, source: Path, undisturbed: Callable[[], Reference], tmp_path: Path
+) -> None:
     """USR1 in mid-epoch, as before the time limit: one agreed step, requeue, continuation, the same bits."""
     job = submit(lab, example, copy(source, tmp_path / example))
     job.wait_for_line("epoch  1/")
     lab.timelimit(job.id)
     assert_stopped_once(job)
-    runs.assert_same_run(job.output, plain.output)
+    runs.assert_same_run(job.output, undisturbed().output)
 
 
 def test_wrong_number_of_tasks(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
@@ -83,7 +78,9 @@ def assert_refused(job: Job, *texts: str) -> None:
 
 
 @pytest.mark.parametrize("other_lab", [{"extra_conf": PARTITIONS}], indirect=True)
-def test_preempted(other_lab: Lab, example: str, source: Path, plain: Reference, tmp_path: Path) -> None:
+def test_preempted(
+    other_lab: Lab, example: str, source: Path, undisturbed: Callable[[], Reference], tmp_path: Path
+) -> None:
     """SLURM preempts the job for a more important one: SIGTERM, an agreed step, requeue, continuation, the same bits.
 
     A job that its user cancels stops in the same way, and stays cancelled.
@@ -94,7 +91,7 @@ def test_preempted(other_lab: Lab, example: str, source: Path, plain: Reference,
     urgent = other_lab.run(words, cwd=tmp_path).stdout.strip()
     assert_stopped_once(job)
     assert other_lab.job(urgent)["JobState"] == "COMPLETED"
-    runs.assert_same_run(job.output, plain.output)
+    runs.assert_same_run(job.output, undisturbed().output)
 
     cancelled = submit(other_lab, example, copy(source, tmp_path / "cancelled" / example))
     cancelled.wait_for_line("epoch  1/")
@@ -102,7 +99,9 @@ def test_preempted(other_lab: Lab, example: str, source: Path, plain: Reference,
     assert cancelled.shown["JobState"] == "CANCELLED" and "requeueing" not in cancelled.log
 
 
-def test_node_cut_off(other_lab: Lab, example: str, source: Path, plain: Reference, tmp_path: Path) -> None:
+def test_node_cut_off(
+    other_lab: Lab, example: str, source: Path, undisturbed: Callable[[], Reference], tmp_path: Path
+) -> None:
     """A node loses its network in mid-run: the job ends; healed and requeued, it completes with the same bits."""
     job = submit(other_lab, example, copy(source, tmp_path / example), "--timeout", "20")
     job.wait_for_line("epoch  1/")
@@ -114,4 +113,4 @@ def test_node_cut_off(other_lab: Lab, example: str, source: Path, plain: Referen
     job.wait()
     assert job.shown["JobState"] == "COMPLETED" and int(job.shown["Restarts"]) == 1, f"{job.shown}\n{job.log}"
     assert "continuing after epoch" in job.log
-    runs.assert_same_run(job.output, plain.output)
+    runs.assert_same_run(job.output, undisturbed().output)
