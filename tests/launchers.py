@@ -22,11 +22,14 @@ class Launcher:
     refusal: int  # exit status after bad input
     processes_in_job: int  # how many run.slurm starts, unmodified, on nodes without GPUs
     job_recovers: bool = False  # whether the launcher in run.slurm starts a dead worker again
-    checkpoint: str = "checkpoint.pt"
+    checkpoint: str = "checkpoint.pt"  # or a pattern that names one file of it
     backend: str = "gloo"  # the word in the first line of a local run
     rank: str = "torch.distributed.get_rank()"  # what gives a process its number, in a model
     killed: str = r"(process \d|rank:? *\d)(.|\n)*SIGKILL"  # how stderr names a killed process
     gpus: bool = True  # whether it uses them, where there are any
+    fp64: bool = True  # whether it can train in fp64
+    epoch_start: str = "    model.train()\n"  # the line of train.py where an epoch begins
+    torchvision: bool = False  # whether its framework imports it, asked for or not
 
     def command(self, processes: int) -> list[str]:
         """Return the command, as a list of words, that starts `processes` processes on this machine."""

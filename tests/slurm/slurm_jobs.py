@@ -103,8 +103,9 @@ def header(folder: Path, option: str) -> int:
 
 def slowed(source: Path, folder: Path, sleep: str) -> Path:
     """Copy an example and let each of its epochs sleep first, `sleep` seconds, so that it lasts and no core is busy."""
-    line = "    model.train()\n"
-    runs.edit(copy(source, folder) / "train.py", line, f"    time.sleep({sleep})\n{line}")
+    line = LAUNCHERS[source.name].epoch_start
+    indent = line[: -len(line.lstrip())]
+    runs.edit(copy(source, folder) / "train.py", line, f"{indent}time.sleep({sleep})\n{line}")
     return folder
 
 
