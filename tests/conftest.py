@@ -60,6 +60,7 @@ def reference(example: str, source: Path, common_folder: Path) -> Reference:
 
     def make(folder: Path) -> Reference:
         copy_example(source, folder)
-        return Reference(folder / "output", runs.train(example, folder, 2).stdout)
+        run = runs.train(example, folder, 2)
+        return Reference(folder / "output", run.stdout, run.stderr)
 
     return runs.reference(common_folder / f"reference-{example}", make)

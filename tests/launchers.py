@@ -38,6 +38,13 @@ class Launcher:
 
 LAUNCHERS = {
     "ddp_spawn": Launcher("python train.py --processes {n}", refusal=2, processes_in_job=2),
+    "deepspeed": Launcher(
+        "torchrun --standalone --nproc-per-node={n} train.py",
+        refusal=1,
+        processes_in_job=4,
+        checkpoint="checkpoint/epoch*/*_model_states.pt",
+        fp64=False,
+    ),
     "horovod_cpu": Launcher(
         "horovodrun --gloo -np {n} python train.py",
         refusal=1,

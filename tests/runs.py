@@ -1,6 +1,7 @@
 """Run an example as a user would, find all of its processes, end them, and read what it has written."""
 
 import csv
+import json
 import os
 import re
 import signal
@@ -170,17 +171,18 @@ class Reference:
 
     output: Path
     stdout: str
+    stderr: str = ""
 
 
 def reference(folder: Path, make: Callable[[Path], Reference]) -> Reference:
     """Have make(folder) do the reference run, unless another of the tests' workers has done, or does so just now."""
-    stdout = folder / "stdout.txt"
+    record = Path(f"{folder}.json")
     with FileLock(f"{folder}.lock"):
-        if stdout.exists():
-            return Reference(Path((folder / "output.txt").read_text()), stdout.read_text())
+        if record.exists():
+            output, *printed = json.loads(record.read_text())
+            return Reference(Path(output), *printed)
         made = make(folder)
-        (folder / "output.txt").write_text(str(made.output))
-        stdout.write_text(made.stdout)
+        record.write_text(json.dumps([str(made.output), made.stdout, made.stderr]))
         return made
 
 

@@ -36,6 +36,7 @@ def reference(example: str, mpirun: None, source: Path, common_folder: Path) -> 
 
     def make(folder: Path) -> Reference:
         copy_example(source, folder)
-        return Reference(folder / "output", runs.train(example, folder, 2).stdout)
+        run = runs.train(example, folder, 2)
+        return Reference(folder / "output", run.stdout, run.stderr)
 
     return runs.reference(common_folder / f"mpirun-{example}", make)

@@ -1,0 +1,209 @@
+"""What only deepspeed promises: equal stages, sharded memory, its own settings file, checkpoints of several files."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import launchers
+import pytest
+import runs
+from runs import ROOT, Reference
+from test_contract import kill_and_resume
+
+
+def memory(run: runs.Run | Reference) -> dict[str, float]:
+    """Return the MB that a run says each process holds."""
+    line = re.search(r"^MB per process at ZeRO stage \d: (.+)$", run.stdout, re.MULTILINE)
+    assert line, run.stdout
+    return {name: float(value) for name, value in re.findall(r"([a-z' ]+) ([\d.]+)", line[1].replace(", ", ","))}
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> dict[str, str]:
+    """An environment without compiler and ninja, and without ops that were built before."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "torchrun").symlink_to(Path(sys.prefix, "bin", "torchrun"))
+    return {"PATH": str(programs), "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+
+
+def test_same_bits_as_ddp_spawn(example: str, tmp_path: Path, reference: Reference) -> None:
+    """Stage 0, 2 processes, fp32: DistributedDataParallel ends with the same bits and metrics."""
+    folder = launchers.copy_example(ROOT / "examples" / "ddp_spawn", tmp_path / "ddp_spawn")
+    runs.train("ddp_spawn", folder, 2)
+    runs.assert_same_run(reference.output, folder / "output")
+
+
+def test_stage_1_and_its_own_launcher(example: str, folder: Path, reference: Reference) -> None:
+    """The README's `deepspeed` command, at stage 1: the bits of stage 0, half of Adam's state on each process."""
+    line = next(line for line in (folder / "README.md").read_text().splitlines() if line.startswith("deepspeed "))
+    command = line.partition("#")[0].replace("output/own", "output").split()
+    run = runs.Run([*command, "--zero-stage", "1"], folder).wait(180)
+    assert run.status == 0, run.stdout + run.stderr
+    runs.assert_same_run(folder / "output", reference.output)
+    one, zero = memory(run), memory(reference)
+    assert one["optimizer state"] == pytest.approx(zero["optimizer state"] / 2, rel=0.01)
+    assert one["parameters"] == pytest.approx(zero["parameters"], rel=0.01)
+
+
+def test_stage_3_without_a_compiler(example: str, folder: Path, reference: Reference, bare: dict[str, str]) -> None:
+    """Stage 3 on a node without ninja and compiler: the bits of stage 0, half of everything on each process."""
+    run = runs.train(example, folder, 2, "--zero-stage", 3, **bare)
+    runs.assert_same_run(folder / "output", reference.output)
+    three, zero = memory(run), memory(reference)
+    for name in ("parameters", "gradients", "optimizer state"):
+        assert three[name] == pytest.approx(zero[name] / 2, rel=0.02), name
+    assert not list(Path(bare["TORCH_EXTENSIONS_DIR"]).glob("**/*.so"))
+
+
+def test_stage_2_killed_twice(example: str, folder: Path, reference: Reference) -> None:
+    """Stage 2, killed at two random moments and resumed: the bits of an undisturbed stage 0."""
+    kill_and_resume(example, folder, reference, 2, "--zero-stage", 2)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("repeat", range(5))
+def test_stage_2_killed_ten_times(example: str, folder: Path, reference: Reference, repeat: int) -> None:
+    """Five runs at stage 2, each killed at two random moments."""
+    kill_and_resume(example, folder, reference, 2, "--zero-stage", 2)
+
+
+def test_killed_while_saving(example: str, folder: Path, reference: Reference) -> None:
+    """Killed with half a shard of epoch 2 written: the run continues from epoch 1, whole and named by `latest`.
+
+    The shards of epoch 1 damaged, one by one, are refused, the files left as they are.
+    """
+    script, code = folder / "train.py", (folder / "train.py").read_text()
+    line = "        for file in shards(path / tag, rank):\n"
+    planted = "        if rank == 1 and tag == 'epoch2':\n"
+    planted += "            os.truncate(shards(path / tag, 1)[0], 1000)\n"
+    planted += f"            os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
+    runs.edit(script, line, planted + line)
+    run = runs.start(example, folder, 2, "--zero-stage", 2).wait(120)
+    script.write_text(code)
+    checkpoint = folder / "output" / "checkpoint"
+    assert run.status != 0 and (checkpoint / "epoch2").exists() and (checkpoint / "latest").read_text() == "epoch1"
+
+    shard = checkpoint / "epoch1" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = shard.read_bytes()
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 1
+    shard.write_bytes(flipped)
+    refused = runs.start(example, folder, 2, "--zero-stage", 2, "--resume").wait(60)
+    runs.assert_refused(refused, 1, "output/checkpoint", "damaged", shard.name, "move it away")
+    assert shard.read_bytes() == flipped
+    shard.write_bytes(content)
+
+    resumed = runs.train(example, folder, 2, "--zero-stage", 2, "--resume")
+    assert "continuing after epoch 1 of 5" in resumed.stdout
+    runs.assert_same_run(folder / "output", reference.output)
+    assert sorted(path.name for path in checkpoint.glob("epoch*")) == ["epoch5"]
+
+
+FILES = {  # name: content, and what the line must say
+    "none.json": (None, ["none.json", "No such file"]),
+    "comma.json": ('{"zero_optimization": {"stage": 1},}', ["comma.json", "not valid JSON", "line 1"]),
+    "twice.json": ('{"fp16": {}, "fp16": {}}', ["twice.json", "fp16"]),
+    "list.json": ("[]", ["list.json", "must be an object"]),
+    "unknown.json": ({"zero_optimisation": {"stage": 2}}, ["unknown.json", "zero_optimisation", "spelling"]),
+    "nested.json": ({"zero_optimization": {"stagee": 2}}, ["nested.json", "stagee"]),
+    "stage.json": ({"zero_optimization": {"stage": 4}}, ["stage.json", "stage"]),
+    "removed.json": ({"amp": {"enabled": True}}, ["removed.json", "AMP", "removed"]),
+    "batch.json": ({"train_batch_size": 100}, ["batch.json", "train_batch_size 100", "--batch-size 64", "2 processes"]),
+    "parts.json": (
+        {"train_batch_size": 128, "gradient_accumulation_steps": 3},
+        ["parts.json", "train_batch_size 128", "gradient_accumulation_steps 3"],
+    ),
+    "none_at_all.json": ({"optimizer": {}}, ["none_at_all.json", "optimizer has no type"]),
+}
+
+
+def test_bad_settings(example: str, folder: Path) -> None:
+    """Each kind of bad settings file has one clear line that names the key; in a run all processes print it."""
+    good = json.loads((folder / "ds_config.json").read_text())
+    for name, (content, _) in FILES.items():
+        if isinstance(content, str):
+            (folder / name).write_text(content)
+        elif content:
+            del good["gradient_accumulation_steps"]
+            (folder / name).write_text(json.dumps(good | content))
+            good["gradient_accumulation_steps"] = 1
+    (folder / "each.py").write_text(
+        "import os, sys, train\n"
+        "def fail(message):\n"
+        "    print(message)\n"
+        "    raise SystemExit\n"
+        "train.fail, train.DeepSpeedConfig.world_size = fail, property(lambda self: 2, lambda self, value: None)\n"
+        f"for name in {[*FILES, 'ds_config.json']}:\n"
+        "    sys.argv = ['train.py', '--deepspeed_config', name]\n"
+        "    try:\n"
+        "        train.read_config(train.parse_args())\n"
+        "        print(name, 'is good')\n"
+        "    except SystemExit:\n"
+        "        pass\n"
+    )
+    run = runs.Run(["python", "each.py"], folder, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}).wait(60)
+    expected = [texts for _, texts in FILES.values()] + [["ds_config.json is good"]]
+    for line, texts in zip(run.stdout.splitlines(), expected, strict=True):
+        assert all(text in line for text in texts), (line, texts)
+    assert run.status == 0 and not run.stderr, run.stderr
+
+    run = runs.start(example, folder, 2, "--deepspeed_config", "unknown.json").wait(60)
+    runs.assert_refused(run, 1, "unknown.json", "zero_optimisation")
+
+
+def test_without_a_launcher(example: str, folder: Path) -> None:
+    """Started as a plain script, it names the command, and looks for no MPI; fp64 and no such stage are refused."""
+    run = runs.Run(["python", "train.py"], folder).wait(60)
+    runs.assert_refused(run, 2, "torchrun --standalone --nproc-per-node=2 train.py")
+    assert "mpi" not in run.stderr.lower() + run.stdout.lower()
+    texts = {"--precision fp64": ["--precision fp64", "fp32 or bf16"], "--zero-stage 4": ["--zero-stage"]}
+    runs.assert_arguments_refused(folder, texts)
+
+
+def test_gpt_in_bf16_with_accumulation(example: str, folder: Path) -> None:
+    """TinyGPT at stage 3 in bf16, two batches a step: it learns; model.pt has whole fp32 weights.
+
+    Rank 0 has 59 of the test samples, three batches of 29; rank 1 has two, and must gather weights for the third.
+    """
+    settings = json.loads((folder / "ds_config.json").read_text())
+    settings |= {"gradient_accumulation_steps": 2, "bf16": {"enabled": True}}
+    (folder / "own.json").write_text(json.dumps(settings))
+    arguments = "--model gpt --zero-stage 3 --deepspeed_config own.json --epochs 2 --batch-size 29 --lr 0.004"
+    run = runs.train(example, folder, 2, *arguments.split())
+    assert "own.json: ZeRO stage 3, bf16" in run.stdout and "global batch 116" in run.stdout
+    rows = runs.read_metrics(folder / "output")
+    assert rows[-1]["test_loss"] < 3.42 < 3.47 < rows[0]["train_loss"]  # 3.47: its 32 symbols by chance
+    held = memory(run)
+    assert held["parameters"] * 4 == pytest.approx(held["optimizer state"], rel=0.05)  # 2 bytes against twice 4
+    weights = runs.read_model(folder / "output")
+    assert {str(weight.dtype) for weight in weights.values()} == {"torch.float32"}
+    assert sum(weight.numel() for name, weight in weights.items() if name != "head.weight") == 445_952
+
+
+@pytest.mark.skipif(not (shutil.which("c++") and shutil.which("ninja")), reason="needs a C++ compiler and ninja")
+def test_offload(example: str, folder: Path) -> None:
+    """Adam's state kept by DeepSpeedCPUAdam, which is compiled: it learns the digits."""
+    run = runs.start(example, folder, 2, "--deepspeed_config", "ds_config_offload.json", "--epochs", 2).wait(400)
+    assert run.status == 0, run.stderr
+    assert "ds_config_offload.json: ZeRO stage 2" in run.stdout
+    assert runs.read_metrics(folder / "output")[-1]["test_accuracy"] > 0.85
+
+
+def test_offload_without_a_compiler(example: str, folder: Path, bare: dict[str, str]) -> None:
+    """Where the op cannot be compiled, one line says what to install or to build before."""
+    run = runs.start(example, folder, 2, "--deepspeed_config", "ds_config_offload.json", **bare).wait(60)
+    runs.assert_refused(run, 1, "ds_config_offload.json", "cpu_adam", "install ninja and g++", "DS_BUILD_CPU_ADAM=1")
+
+
+def test_torchrun_killed(example: str, folder: Path) -> None:
+    """SIGKILL to torchrun alone: its processes end with it, none trains on unseen."""
+    run = runs.start(example, folder, 2, "--epochs", 1000)
+    run.read_until("epoch  1/")
+    os.kill(run.process.pid, signal.SIGKILL)
+    runs.wait_until(lambda: not run.pids(), 10, "the end of the processes that have lost torchrun")
+    run.wait(10)
