@@ -53,6 +53,14 @@ LAUNCHERS = {
         killed=r"Process name: \d\nExit code: 137",
         gpus=False,
     ),
+    "lightning": Launcher(
+        "python train.py --devices {n}",
+        refusal=2,
+        processes_in_job=4,
+        checkpoint="checkpoint.ckpt",
+        epoch_start="        self.start = time.perf_counter()\n",
+        torchvision=True,  # torchmetrics does
+    ),
     "torchrun_multinode": Launcher(
         "torchrun --standalone --nproc-per-node={n} train.py",
         refusal=1,

@@ -1,0 +1,64 @@
+"""What only lightning's run.slurm promises: wrong tasks are refused, no srun no SLURM, one process's end ends all."""
+
+import time
+from pathlib import Path
+
+import pytest
+import runs
+from slurm_jobs import SETTINGS, Job, copy, submit
+
+from lab import Lab
+
+pytestmark = pytest.mark.slurm
+WRONG = {  # options of sbatch, arguments of train.py, what the line says
+    "one task for two GPUs": (("--ntasks-per-node=1", "--gpus-per-node=2"), (), "2 tasks on 2 nodes, not 2 on each"),
+    "more tasks than processes": (("--ntasks-per-node=3",), ("--devices", "2"), "6 tasks on 2 nodes, not 2 on each"),
+    "--ntasks instead": ((), (), "4 tasks on 2 nodes"),
+}
+
+
+def test_wrong_tasks(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
+    """Each such job ends within 30 s of its start, and says which line of the header to change; none hangs."""
+    for number, (fault, (options, arguments, text)) in enumerate(WRONG.items()):
+        folder = copy(source, tmp_path / str(number) / example)
+        script = (folder / "run.slurm").read_text()
+        if fault == "--ntasks instead":
+            assert "#SBATCH --ntasks-per-node=2 " in script
+            (folder / "run.slurm").write_text(script.replace("#SBATCH --ntasks-per-node=2 ", "#SBATCH --ntasks=4 "))
+        job = submit(lab, example, folder, *arguments, options=options)
+        runs.wait_until(lambda job=job: job.shown["JobState"] != "PENDING", 60, "the start of the job")
+        start = time.monotonic()
+        job.wait(30)
+        assert time.monotonic() - start < 30 and job.shown["JobState"] == "FAILED", fault
+        errors = {line for line in job.log.splitlines() if "train.py: error: " in line}
+        assert len(errors) == 1 and text in min(errors) and "#SBATCH --ntasks-per-node" in min(errors), job.log
+        assert "Traceback" not in job.log
+
+
+def test_in_an_allocation(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
+    """`python train.py` without srun, in salloc and in a batch script, trains on its node alone; with srun on all."""
+    folder = copy(source, tmp_path / example)
+    python = f"{SETTINGS['VENV']}/bin/python train.py --epochs 1"
+    options = ["--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2"]
+    script = f"{python} --output-dir alone && srun --cpus-per-task=2 {python} --output-dir together"
+    done = lab.run(["salloc", *options, "bash", "-c", script], cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 processes on 1 node, gloo on cpu" in done.stdout
+    assert "4 processes on 2 nodes, gloo on cpu, 2 threads each" in done.stdout
+    assert [runs.read_metrics(folder / name)[0]["world_size"] for name in ("alone", "together")] == [2, 4]
+
+    words = ["sbatch", "--parsable", *options, f"--job-name={example}", "--output=%x-%j.out", "--wrap", python]
+    job = Job(lab, example, folder, lab.run(words, cwd=folder).stdout.strip()).wait()
+    assert job.shown["JobState"] == "COMPLETED" and "2 processes on 1 node, gloo on cpu" in job.log, job.log
+
+
+def test_exception_in_one_process(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
+    """An exception on rank 3 alone: its traceback is in the log, and the whole job ends within 60 s."""
+    folder = copy(source, tmp_path / example)
+    runs.plant(folder, "if torch.distributed.get_rank() == 3:\n    raise ArithmeticError('planted')\n")
+    job = submit(lab, example, folder)
+    job.wait_for_line("ArithmeticError: planted")
+    start = time.monotonic()
+    job.wait(60)
+    assert time.monotonic() - start < 60 and job.shown["JobState"] == "FAILED", job.log
+    assert not (job.output / "model.pt").exists()
