@@ -1,0 +1,99 @@
+"""What the examples do to share out the data, for up to 4,096 processes, of which none is started."""
+
+import sys
+import tracemalloc
+from collections.abc import Callable
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from common import data
+
+PROCESSES = st.integers(1, 4096)
+
+
+def batches(size: int, rank: int, world_size: int, batch_size: int, epoch: int = 0) -> list[list[int]]:
+    """Return the indices of one process's training batches in an epoch, as every train.py makes them."""
+    sampler = DistributedSampler(range(size), world_size, rank, seed=0, drop_last=True)
+    sampler.set_epoch(epoch)
+    return list(BatchSampler(sampler, batch_size, drop_last=True))
+
+
+@settings(max_examples=8, deadline=None)
+@given(world_size=PROCESSES, share=st.integers(1, 6), rest=st.integers(0, 4095), batch_size=st.integers(1, 4))
+def test_training_shards(world_size: int, share: int, rest: int, batch_size: int) -> None:
+    """No sample twice, none missing but a rest of less than one each; all processes take equally many steps."""
+    size = share * world_size + rest % world_size
+    shards = [[index for (index,) in batches(size, rank, world_size, 1)] for rank in range(world_size)]
+    assert {len(shard) for shard in shards} == {share}
+    seen = {index for shard in shards for index in shard}
+    assert len(seen) == share * world_size and seen <= set(range(size))
+    for rank in {0, world_size // 2, world_size - 1}:
+        steps = batches(size, rank, world_size, batch_size)
+        assert len(steps) == share // batch_size
+        assert [index for batch in steps for index in batch] == shards[rank][: len(steps) * batch_size]
+
+
+@given(size=st.integers(0, 20_000), world_size=PROCESSES)
+def test_evaluation_shards(size: int, world_size: int) -> None:
+    """Each test sample is evaluated exactly once, by processes that have as many as each other, or one more."""
+    shards = [data.evaluation_shard(size, rank, world_size) for rank in range(world_size)]
+    assert sorted(index for shard in shards for index in shard) == list(range(size))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+@settings(max_examples=20)
+@given(world_size=PROCESSES, epoch=st.integers(0, 1000))
+def test_order_of_samples(world_size: int, epoch: int) -> None:
+    """One batch of all processes has the samples that one process would take for it, whatever their number.
+
+    That order is PyTorch's own: a permutation seeded with seed + epoch.
+    """
+    size = 2 * world_size
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(epoch)).tolist()
+    some = {0, world_size // 2, world_size - 1}
+    for rank in some:
+        assert batches(size, rank, world_size, 1, epoch) == [[order[rank]], [order[world_size + rank]]]
+
+
+def calls(function: Callable[[], object]) -> int:
+    """Return how many functions a function calls, directly or not."""
+    count = 0
+
+    def called(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    sys.setprofile(called)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def peak(function: Callable[[], object]) -> int:
+    """Return the largest number of bytes that Python holds while a function runs."""
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_work_per_process() -> None:
+    """The memory and the calls that sharing out 20,000 samples takes in a process do not grow with their number."""
+
+    def share(world_size: int) -> Callable[[], object]:
+        return lambda: (
+            batches(20_000, world_size - 1, world_size, 4),
+            list(data.evaluation_shard(20_000, world_size - 1, world_size)),
+        )
+
+    share(1)()  # what is only loaded once
+    memory, work = peak(share(1)), calls(share(1))
+    for world_size in (2, 64, 4096):
+        assert peak(share(world_size)) <= memory and calls(share(world_size)) <= work, world_size
