@@ -64,7 +64,7 @@ def parse_args():
     args.nodes = int(os.environ["SLURM_STEP_NUM_NODES"]) if SRUN else 1
     args.world_size = args.devices * args.nodes
     started = int(os.environ["SLURM_STEP_NUM_TASKS"]) if SRUN else args.world_size
-    if started != args.world_size or SRUN and tasks != args.devices:  # lightning: would wait for the others for ever
+    if SRUN and not tasks * args.nodes == started == args.world_size:  # lightning: would wait for the rest for ever
         wrong = f"srun started {started} tasks on {args.nodes} nodes, not {args.devices} on each"
         parser.error(f"{wrong} (--devices, or one per GPU): change #SBATCH --ntasks-per-node, and leave out --ntasks")
     return args
@@ -225,8 +225,8 @@ def main(local_rank, args):
         fail(f"--batch-size {args.batch_size} is above the {len(train_set) // world_size} samples of each process")
     trainer = setup(args, local_rank)
     rank, device = trainer.global_rank, trainer.strategy.root_device.type
-    found = read_checkpoint(args, path) if rank == 0 else None
-    checkpoint, problem = trainer.strategy.broadcast(found)  # ddp: rank 0 decides; others may not see the file yet
+    # ddp: rank 0 decides; others may not see the file yet
+    checkpoint, problem = trainer.strategy.broadcast(read_checkpoint(args, path) if rank == 0 else None)
     if problem:
         fail(problem)
 
@@ -238,11 +238,12 @@ def main(local_rank, args):
     history = checkpoint["history"] if checkpoint else []
     model = Training(args, history)
     trainer.strategy.checkpoint_io.loaded = checkpoint
-    where = f"{world_size} processes on {args.nodes} node{'s' * (args.nodes > 1)}, {dist.get_backend()} on {device}"
-    threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} each"
-    trainer.print(f"ConvNet on {args.dataset}: {where}, {threads}, global batch {world_size * args.batch_size}")
-    if history:
-        trainer.print(f"continuing after epoch {len(history)} of {args.epochs}")
+    if rank == 0:
+        where = f"{world_size} processes on {args.nodes} node{'s' * (args.nodes > 1)}, {dist.get_backend()} on {device}"
+        threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} each"
+        print(f"ConvNet on {args.dataset}: {where}, {threads}, global batch {world_size * args.batch_size}")
+        if history:
+            print(f"continuing after epoch {len(history)} of {args.epochs}")
     trainer.fit(model, loader, test_loader, ckpt_path=path if checkpoint else None)  # lightning: all of the training
     if rank == 0:
         write(args.output_dir / "model.pt", lambda file: torch.save(model.model.state_dict(), file))

@@ -1,5 +1,6 @@
 """What only lightning's run.slurm promises: wrong tasks are refused, no srun no SLURM, one process's end ends all."""
 
+import re
 import time
 from pathlib import Path
 
@@ -10,16 +11,19 @@ from slurm_jobs import SETTINGS, Job, copy, submit
 from lab import Lab
 
 pytestmark = pytest.mark.slurm
-WRONG = {  # options of sbatch, arguments of train.py, what the line says
-    "one task for two GPUs": (("--ntasks-per-node=1", "--gpus-per-node=2"), (), "2 tasks on 2 nodes, not 2 on each"),
-    "more tasks than processes": (("--ntasks-per-node=3",), ("--devices", "2"), "6 tasks on 2 nodes, not 2 on each"),
-    "--ntasks instead": ((), (), "4 tasks on 2 nodes"),
+WRONG = {  # options of sbatch, arguments of train.py, what the line says, how many seconds the job may take
+    "one task for two GPUs": (("--ntasks-per-node=1", "--gpus-per-node=2"), (), "equal to --gpus-per-node", 15),
+    "--ntasks instead": ((), (), "--ntasks will not do", 15),
+    "other --devices": (("--ntasks-per-node=1",), ("--devices", "2"), "2 tasks on 2 nodes, not 2 on each", 60),
 }
 
 
 def test_wrong_tasks(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
-    """Each such job ends within 30 s of its start, and says which line of the header to change; none hangs."""
-    for number, (fault, (options, arguments, text)) in enumerate(WRONG.items()):
+    """Each such job ends and says which line of the header to change, none hangs.
+
+    run.slurm says it at once. What only train.py can know, it says after its imports: 10 s on an idle machine.
+    """
+    for number, (fault, (options, arguments, text, seconds)) in enumerate(WRONG.items()):
         folder = copy(source, tmp_path / str(number) / example)
         script = (folder / "run.slurm").read_text()
         if fault == "--ntasks instead":
@@ -27,10 +31,9 @@ def test_wrong_tasks(lab: Lab, example: str, source: Path, tmp_path: Path) -> No
             (folder / "run.slurm").write_text(script.replace("#SBATCH --ntasks-per-node=2 ", "#SBATCH --ntasks=4 "))
         job = submit(lab, example, folder, *arguments, options=options)
         runs.wait_until(lambda job=job: job.shown["JobState"] != "PENDING", 60, "the start of the job")
-        start = time.monotonic()
-        job.wait(30)
-        assert time.monotonic() - start < 30 and job.shown["JobState"] == "FAILED", fault
-        errors = {line for line in job.log.splitlines() if "train.py: error: " in line}
+        job.wait(seconds)
+        assert job.shown["JobState"] == "FAILED", fault
+        errors = {line for line in job.log.splitlines() if re.match(r"(train\.py|run\.slurm): error: ", line)}
         assert len(errors) == 1 and text in min(errors) and "#SBATCH --ntasks-per-node" in min(errors), job.log
         assert "Traceback" not in job.log
 
