@@ -89,6 +89,15 @@ def faults(session: nox.Session, example: str) -> None:
     run_tests(session, example, "faults", at_once=2)
 
 
+@nox.session
+def compare(session: nox.Session) -> None:
+    """Train with every example and compare weights, losses and costs: results/compare.csv, .md and .png."""
+    for example in EXAMPLES:
+        install(session, ROOT / "examples" / example)
+    session.install("-r", "tests/requirements.txt", "matplotlib==3.11.2")
+    session.run("python", "benchmarks/compare.py", *session.posargs)
+
+
 def differences(copy: Path) -> list[str]:
     """Return the files in which an example's common/ differs from the top-level one, missing and extra ones too."""
     trees = [ROOT / "common", copy]

@@ -1,0 +1,150 @@
+"""Train the ConvNet on the digits with every example, 2 processes each, and compare weights, losses and costs.
+
+    nox -s compare                       # or, in an environment with all examples' requirements:
+    python benchmarks/compare.py --output results
+
+It writes compare.csv, compare.md (a table) and compare.png, and ends with 1 unless all have the same bits.
+"""
+
+import argparse
+import csv
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import matplotlib
+import torch
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import runs  # noqa: E402
+from launchers import LAUNCHERS, copy_example  # noqa: E402
+
+FIRST = "ddp_spawn"  # what the others are compared with
+
+
+@dataclass
+class Row:
+    """What one example's run was like."""
+
+    example: str
+    largest_difference: float  # of a weight, from ddp_spawn's
+    test_accuracy: float
+    seconds_to_first_step: float  # from the command on; the evaluation after the first epoch is counted, too
+    samples_per_second: float  # of all processes, median of the epochs but the first
+    peak_mb_per_process: float
+    lines: int  # of train.py, without blank ones and comments
+    losses: list[float] = field(repr=False)  # training loss of each epoch
+    weights: dict[str, torch.Tensor] = field(repr=False)
+
+    def cells(self) -> dict[str, object]:
+        """Return what the table shows."""
+        return {name: value for name, value in asdict(self).items() if name not in ("losses", "weights")}
+
+
+def code_lines(path: Path) -> int:
+    """Return how many lines of a Python file are neither blank nor comments nor its docstring."""
+    code = re.sub(r'\A""".*?"""', "", path.read_text(), flags=re.DOTALL)
+    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in code.splitlines())
+
+
+def peak_memory(pid: int) -> float:
+    """Return the most memory that a process has had resident so far, in MB; 0 if it has ended."""
+    try:
+        return int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024
+    except (OSError, TypeError):
+        return 0.0
+
+
+def train(example: str, temporary: Path) -> Row:
+    """Run an example's local command in a copy of its folder, and return what it was like."""
+    folder = copy_example(ROOT / "examples" / example, temporary / example)
+    start, memory = time.perf_counter(), 0.0
+    run = runs.start(example, folder, 2)
+    for epoch in range(1, 6):
+        run.read_until(f"epoch  {epoch}/5")
+        if epoch == 1:
+            first = time.perf_counter() - start
+        memory = max(memory, *map(peak_memory, run.workers() or [0]))
+    run.wait(60)
+    if run.status:
+        sys.exit(f"compare.py: error: {example} ended with {run.status}:\n{run.stdout}{run.stderr}")
+    rows = runs.read_metrics(folder / "output")
+    return Row(
+        example,
+        largest_difference=0.0,
+        test_accuracy=rows[-1]["test_accuracy"],
+        seconds_to_first_step=first - rows[0]["seconds"],
+        samples_per_second=statistics.median(row["samples_per_second"] for row in rows[1:]),
+        peak_mb_per_process=memory,
+        lines=code_lines(folder / "train.py"),
+        losses=[row["train_loss"] for row in rows],
+        weights=runs.read_model(folder / "output"),
+    )
+
+
+def table(rows: list[Row]) -> str:
+    """Return the rows as a Markdown table."""
+    lines = [
+        "| example | weights | test accuracy | s to the first step | samples/s | MB per process | lines of train.py |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        bits = f"differ by {row.largest_difference:.1e}" if row.largest_difference else f"{FIRST}'s, bit for bit"
+        costs = f"{row.seconds_to_first_step:.1f} | {row.samples_per_second:.0f} | {row.peak_mb_per_process:.0f}"
+        lines.append(f"| {row.example} | {bits} | {row.test_accuracy:.2%} | {costs} | {row.lines} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Draw the losses over each other, and the costs side by side."""
+    figure, axes = pyplot.subplots(1, 4, figsize=(16, 4))
+    for width, row in zip(range(2 * len(rows), 0, -2), rows, strict=True):  # the thin ones on top of the thick ones
+        axes[0].plot(range(1, len(row.losses) + 1), row.losses, linewidth=width, label=row.example)
+    axes[0].set(title="training loss", xlabel="epoch")
+    axes[0].legend()
+    titles = {
+        "seconds_to_first_step": "s to the first step",
+        "samples_per_second": "samples/s",
+        "peak_mb_per_process": "MB per process",
+    }
+    for axis, (name, title) in zip(axes[1:], titles.items(), strict=True):
+        axis.barh([row.example for row in rows], [getattr(row, name) for row in rows])
+        axis.invert_yaxis()
+        axis.set_title(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+def main() -> None:
+    """Train with each example, then write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=ROOT / "results", help="folder for the three files")
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="compare-") as temporary:
+        for example in sorted(LAUNCHERS, key=lambda name: name != FIRST):
+            rows.append(train(example, Path(temporary)))
+            rows[-1].largest_difference = runs.largest_difference(rows[-1].weights, rows[0].weights)
+            print(table(rows[-1:]).splitlines()[-1], flush=True)
+    with open(args.output / "compare.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, [column.name for column in fields(Row)[:-2]])
+        writer.writeheader()
+        writer.writerows(row.cells() for row in rows)
+    (args.output / "compare.md").write_text(table(rows))
+    draw(rows, args.output / "compare.png")
+    print(f"\n{table(rows)}\n{os.path.relpath(args.output)}: compare.csv, compare.md, compare.png")
+    sys.exit(any(row.largest_difference for row in rows))
+
+
+if __name__ == "__main__":
+    main()
