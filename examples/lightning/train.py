@@ -237,6 +237,8 @@ def main(local_rank, args):
     torch.manual_seed(args.seed)
     history = checkpoint["history"] if checkpoint else []
     model = Training(args, history)
+    if args.precision == "fp64":  # lightning: else it loads the checkpoint's weights first, into fp32, rounded
+        model.double()
     trainer.strategy.checkpoint_io.loaded = checkpoint
     if rank == 0:
         where = f"{world_size} processes on {args.nodes} node{'s' * (args.nodes > 1)}, {dist.get_backend()} on {device}"
