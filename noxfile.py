@@ -85,7 +85,7 @@ def slurm(session: nox.Session, example: str) -> None:
 @nox.session
 @every_example
 def faults(session: nox.Session, example: str) -> None:
-    """Run the long tests of each example: ten kills at random moments, each followed by a resume."""
+    """Run the long tests of each example: ten kills at random moments, and what `smoke` and `slurm` leave to it."""
     run_tests(session, example, "faults", at_once=2)
 
 

@@ -48,6 +48,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.thorough
 def test_broken_scripts(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """These tests can fail: each broken copy of run.slurm is noticed."""
     jobs = {}
@@ -64,6 +65,7 @@ def test_broken_scripts(example: str, source: Path, lab: Lab, tmp_path: Path) ->
             assert_completed(job, 1)
 
 
+@pytest.mark.thorough
 def test_no_progress(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A job that gets no epoch done before its time limit comes near is requeued once only, and says what to do."""
     folder = copy(source, tmp_path / example)
@@ -86,6 +88,7 @@ def test_nodes(lab: Lab, example: str, source: Path) -> None:
     assert header(source, "nodes") <= NODES
 
 
+@pytest.mark.thorough
 def test_time_limit(example: str, source: Path, lab: Lab, tmp_path: Path, undisturbed: Callable[[], Reference]) -> None:
     """A run that reaches its time limit requeues itself, continues, and ends with the same bits."""
     sleep = "20 * ('SLURM_RESTART_COUNT' not in os.environ)"  # until it is requeued
