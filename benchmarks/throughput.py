@@ -166,13 +166,14 @@ def main() -> None:
     parser.add_argument("--examples", nargs="+", choices=LAUNCHERS, default=["ddp_spawn"])
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--no-classic", action="store_true", help="leave out the classic script, which takes minutes")
+    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--port", type=int, default=19_471, help="for the classic script")
     args = parser.parse_args()
     args.images = 12_000  # what train.py's synthetic data set has
     name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     print(f"{name[1] if name else platform.machine()}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}")
     medians = {}
-    for precision in ("fp32", "bf16"):
+    for precision in args.precisions:
         bf16, rows = precision == "bf16", []
         for _ in range(args.rounds):
             rows.append({"bare": together(bare, args, bf16)})

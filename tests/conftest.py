@@ -8,7 +8,7 @@ import runs
 from launchers import copy_example
 from runs import EXAMPLES, ROOT, Reference
 
-THOROUGH = ("ddp_spawn", "torchrun_multinode")  # examples whose tests marked `thorough` are ordinary ones
+THOROUGH = "torchrun_multinode"  # the example whose tests marked `thorough` are ordinary ones
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,9 +33,9 @@ def belongs(item: pytest.Item, first: bool) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself selects by mark
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests of other examples, and put off what takes long and is nearly the same with each."""
+    """Leave out the tests of other examples, and put off what takes long and is much the same with each."""
     for item in items:
-        if item.get_closest_marker("thorough") and item.callspec.params["example"] not in THOROUGH:
+        if item.get_closest_marker("thorough") and item.callspec.params["example"] != THOROUGH:
             item.add_marker("faults")
     first = EXAMPLES[0] in (config.getoption("example") or EXAMPLES)
     items[:] = [item for item in items if belongs(item, first)]

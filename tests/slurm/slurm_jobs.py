@@ -1,7 +1,9 @@
 """Submit a run.slurm in the lab, follow the job, and find what it has left."""
 
+import os
 import re
 import shutil
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,3 +131,18 @@ def assert_completed(job: Job, epochs: int) -> None:
     assert {row["world_size"] for row in rows} == {LAUNCHERS[job.name].processes_in_job}
     assert "finished: test acc" in job.log
     assert runs.read_model(job.output)
+
+
+def kill(job: Job, victim: str) -> None:
+    """Send SIGKILL to one of a job's workers, or to what has started the workers."""
+    workers = runs.workers(job.processes())
+    launchers = set(runs.with_torch(job.processes())) - set(workers)
+    os.kill(max(workers) if victim == "worker" else min(launchers or workers), signal.SIGKILL)
+
+
+def assert_failed(job: Job, seconds: float = 60) -> None:
+    """Check that a job to which something happened fails in time, says what to do, and leaves no process."""
+    job.wait(seconds)
+    assert job.shown["JobState"] == "FAILED", job.shown
+    last = job.log.splitlines()[-1]
+    assert last.startswith("run.slurm: error:") and f"OUTPUT_DIR=output/{job.id} sbatch run.slurm" in last, job.log

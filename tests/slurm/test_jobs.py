@@ -1,8 +1,6 @@
 """Every shipped run.slurm, unmodified, on a real SLURM: it completes, requeues, fails and ends as promised."""
 
-import os
 import re
-import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +9,7 @@ import pytest
 import runs
 from launchers import LAUNCHERS
 from runs import Reference
-from slurm_jobs import EPOCHS, NODES, Job, all_nodes, assert_completed, copy, header, slowed, submit
+from slurm_jobs import EPOCHS, NODES, all_nodes, assert_completed, assert_failed, copy, header, kill, slowed, submit
 
 from lab import Lab
 
@@ -103,22 +101,6 @@ def test_time_limit(example: str, source: Path, lab: Lab, tmp_path: Path, undist
     runs.assert_same_run(job.output, undisturbed().output)
 
 
-def kill(job: Job, victim: str) -> None:
-    """Send SIGKILL to one of a job's workers, or to what has started the workers."""
-    workers = runs.workers(job.processes())
-    launchers = set(runs.with_torch(job.processes())) - set(workers)
-    os.kill(max(workers) if victim == "worker" else min(launchers or workers), signal.SIGKILL)
-
-
-def assert_failed(job: Job) -> None:
-    """Check that a job in which a process was killed fails within 60 s, says what to do, and leaves no process."""
-    job.wait(60)
-    assert job.shown["JobState"] == "FAILED", job.shown
-    assert "SIGKILL" in job.log or "Killed" in job.log, job.log
-    last = job.log.splitlines()[-1]
-    assert last.startswith("run.slurm: error:") and f"OUTPUT_DIR=output/{job.id} sbatch run.slurm" in last, job.log
-
-
 def test_killed_process(
     example: str, source: Path, lab: Lab, tmp_path: Path, undisturbed: Callable[[], Reference]
 ) -> None:
@@ -142,5 +124,5 @@ def test_killed_process(
     assert_failed(job)
     lab.requeue(job.id)
     assert_completed(job, EPOCHS)
-    assert job.log.count("ConvNet on digits") == 3
+    assert job.log.count("ConvNet on digits") == 3 and ("SIGKILL" in job.log or "Killed" in job.log)
     runs.assert_same_run(job.output, undisturbed().output)

@@ -97,20 +97,3 @@ def test_preempted(
     cancelled.wait_for_line("epoch  1/")
     cancelled.cancel()
     assert cancelled.shown["JobState"] == "CANCELLED" and "requeueing" not in cancelled.log
-
-
-def test_node_cut_off(
-    other_lab: Lab, example: str, source: Path, undisturbed: Callable[[], Reference], tmp_path: Path
-) -> None:
-    """A node loses its network in mid-run: the job ends; healed and requeued, it completes with the same bits."""
-    job = submit(other_lab, example, copy(source, tmp_path / example), "--timeout", "20")
-    job.wait_for_line("epoch  1/")
-    other_lab.cut("node2")
-    start = time.monotonic()
-    runs.wait_until(lambda: job.shown["JobState"] != "RUNNING", 120, "the end of the job that lost a node")
-    print(f"ended after {time.monotonic() - start:.0f} s: {job.shown['JobState']} {job.shown['Reason']}")
-    other_lab.heal("node2")
-    job.wait()
-    assert job.shown["JobState"] == "COMPLETED" and int(job.shown["Restarts"]) == 1, f"{job.shown}\n{job.log}"
-    assert "continuing after epoch" in job.log
-    runs.assert_same_run(job.output, undisturbed().output)

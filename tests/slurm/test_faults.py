@@ -1,0 +1,192 @@
+"""The fault matrix: each fault on each example's job ends as the README's table says; mended, it has the same bits."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import runs
+from launchers import LAUNCHERS
+from runs import EXAMPLES, ROOT, Reference
+from slurm_jobs import (
+    CPUS,
+    EPOCHS,
+    NODES,
+    Job,
+    all_nodes,
+    assert_completed,
+    assert_failed,
+    header,
+    kill,
+    on_this_machine_only,
+    slowed,
+    submit,
+)
+
+from lab import Lab
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture(scope="module")
+def disk(common_folder: Path) -> Iterator[Path]:
+    """A file system of its own, of 64 MB, which a test may fill."""
+    path = common_folder / f"disk{os.getpid()}"
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", path], check=True)
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+@pytest.fixture(scope="module")
+def fragile(disk: Path, common_folder: Path) -> Iterator[Lab]:
+    """A lab of this module's own, since its nodes are cut off and stopped; all of them see the small disk."""
+    shared = on_this_machine_only(common_folder, Path(sys.prefix))
+    with Lab(NODES, CPUS, name=f"fragile{os.getpid()}", share=shared) as lab:
+        yield lab
+
+
+def last_node(job: Job) -> str:
+    """Return the last of the nodes that a job asks for."""
+    return f"node{header(job.folder, 'nodes')}"
+
+
+def interrupted(job: Job) -> None:
+    """Wait until SLURM has taken the job off its nodes: 20 s without an answer here, 300 s by default."""
+    runs.wait_until(lambda: job.shown["JobState"] != "RUNNING", 150, "the end of the job that lost a node")
+
+
+def kill_all(job: Job) -> None:
+    """Send SIGKILL to every process of the job that has torch loaded."""
+    for pid in runs.with_torch(job.processes()):
+        os.kill(pid, signal.SIGKILL)
+
+
+def fill(job: Job) -> None:
+    """Fill the disk that the job writes to."""
+    done = subprocess.run(["dd", "if=/dev/zero", f"of={job.output.parent / 'full'}", "bs=64k"], capture_output=True)
+    assert b"No space left" in done.stderr
+
+
+def remove_output(job: Job) -> None:
+    """Remove the folder that the job writes to."""
+    shutil.rmtree(job.output)
+
+
+def truncate(job: Job) -> None:
+    """End the job, cut its checkpoint in half, and start it again."""
+    kill_all(job)
+    assert_failed(job)
+    checkpoints = list(job.output.glob(LAUNCHERS[job.name].checkpoint))
+    for path in checkpoints:
+        os.truncate(path, path.stat().st_size // 2)
+    assert checkpoints
+    job.lab.requeue(job.id)
+    runs.wait_until(lambda: not job.ended, 30, "the job's return to the queue")
+
+
+def move_away(job: Job) -> None:
+    """Move the checkpoint away, as the message says."""
+    name = LAUNCHERS[job.name].checkpoint.partition("/")[0]
+    (job.output / name).rename(job.output / "moved-away")
+
+
+def cut(job: Job) -> None:
+    """Take the job's last node off the network until SLURM has noticed."""
+    job.lab.cut(last_node(job))
+    interrupted(job)
+    job.lab.heal(last_node(job))
+
+
+def stop_slurmd(job: Job) -> None:
+    """End slurmd on the job's last node until SLURM has noticed."""
+    job.lab.stop(last_node(job))
+    interrupted(job)
+    job.lab.start(last_node(job))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row of the matrix."""
+
+    inflict: Callable[[Job], None]
+    says: str = ""  # what the log says, if the job ends
+    mend: Callable[[Job], None] = lambda job: None
+    goes_on: bool = False  # without help; else the job fails, and goes on when it is requeued
+    retried: bool = False  # whether it goes on where dead processes are started again
+    sleep: int = 2  # seconds that each epoch of the job's first start takes longer
+    elsewhere: bool = False  # whether other tests do nearly the same, so that this one is for `nox -s faults`
+
+
+FAULTS = {
+    "SIGKILL to one process": Fault(lambda job: kill(job, "worker"), "(SIGKILL|Killed)", retried=True, elsewhere=True),
+    "SIGKILL to all processes": Fault(kill_all, "(SIGKILL|Killed)", elsewhere=True),
+    "time limit": Fault(lambda job: job.lab.timelimit(job.id), goes_on=True, elsewhere=True),
+    "preempted": Fault(lambda job: job.lab.requeue(job.id), goes_on=True, elsewhere=True),
+    "network of a node lost": Fault(cut, goes_on=True),
+    "`slurmd` of a node stopped": Fault(stop_slurmd, goes_on=True, sleep=30),
+    "disk full": Fault(fill, "cannot write .*No space left", lambda job: (job.output.parent / "full").unlink()),
+    "checkpoint truncated": Fault(truncate, "is damaged", move_away, elsewhere=True),
+    "output folder removed": Fault(remove_output, "cannot write .*No such file", retried=True, elsewhere=True),
+}
+CELLS = [pytest.param(fault, marks=[pytest.mark.faults] * row.elsewhere) for fault, row in FAULTS.items()]
+
+
+def goes_on(fault: str, example: str) -> bool:
+    """Whether an example's job survives a fault without help."""
+    return FAULTS[fault].goes_on or (FAULTS[fault].retried and LAUNCHERS[example].job_recovers)
+
+
+def table() -> str:
+    """Return the matrix as the README shows it."""
+    rows = [("fault", *EXAMPLES), ("---",) * (len(EXAMPLES) + 1)]
+    rows += [(fault, *("goes on" if goes_on(fault, name) else "fails" for name in EXAMPLES)) for fault in FAULTS]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def test_readme_has_the_matrix() -> None:
+    """The README's table is the one that these tests hold."""
+    assert table() in (ROOT / "README.md").read_text(), f"put this into README.md:\n{table()}"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", CELLS)
+def test_fault(
+    fragile: Lab,
+    disk: Path,
+    example: str,
+    source: Path,
+    tmp_path: Path,
+    fault: str,
+    undisturbed: Callable[[], Reference],
+) -> None:
+    """After its first epoch a job meets a fault: it goes on by itself, or fails in time with a clear line.
+
+    In the second case the fault is mended and the job requeued. In both it ends with an undisturbed job's bits.
+    """
+    row = FAULTS[fault]
+    folder = slowed(source, tmp_path / example, f"{row.sleep} * ('SLURM_RESTART_COUNT' not in os.environ)")
+    if fault == "disk full":
+        (disk / example).mkdir()
+        (folder / "output").symlink_to(disk / example)
+    job = submit(fragile, example, folder, "--timeout", "20", options=(all_nodes(source),))
+    job.wait_for_line("epoch  1/")
+    start, before = time.monotonic(), len(job.log)
+    row.inflict(job)
+    if not goes_on(fault, example):
+        within = 150 if LAUNCHERS[example].job_recovers else 60  # after another attempt, beside other jobs
+        assert_failed(job, within)
+        assert re.search(row.says, job.log[before:]), job.log
+        print(f"{fault}: failed {time.monotonic() - start:.0f} s later")
+        row.mend(job)
+        fragile.requeue(job.id)
+    assert_completed(job, EPOCHS)
+    assert job.log.count("ConvNet on digits") >= 2
+    runs.assert_same_run(job.output, undisturbed().output)
