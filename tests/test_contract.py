@@ -109,6 +109,7 @@ def test_killed_ten_times(example: str, folder: Path, reference: Reference, repe
     kill_and_resume(example, folder, reference, kills=2)
 
 
+@pytest.mark.thorough
 def test_three_processes(example: str, folder: Path) -> None:
     """3 processes with batch 32 take the steps of 1 process with batch 96; both evaluate exactly (359 samples).
 
