@@ -89,13 +89,24 @@ def faults(session: nox.Session, example: str) -> None:
     run_tests(session, example, "faults", at_once=2)
 
 
+def measure(session: nox.Session, script: str) -> None:
+    """Install what all examples need together, and run one of the scripts in benchmarks/."""
+    for example in EXAMPLES:
+        install(session, ROOT / "examples" / example)
+    session.install("-r", "tests/requirements.txt", "-r", "benchmarks/requirements.txt")
+    session.run("python", f"benchmarks/{script}", *session.posargs)
+
+
 @nox.session
 def compare(session: nox.Session) -> None:
     """Train with every example and compare weights, losses and costs: results/compare.csv, .md and .png."""
-    for example in EXAMPLES:
-        install(session, ROOT / "examples" / example)
-    session.install("-r", "tests/requirements.txt", "matplotlib==3.11.2")
-    session.run("python", "benchmarks/compare.py", *session.posargs)
+    measure(session, "compare.py")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure every example at 1 and 2 processes against a bare loop, on an idle machine: results/throughput.*."""
+    measure(session, "throughput.py")
 
 
 def differences(copy: Path) -> list[str]:
