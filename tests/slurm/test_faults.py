@@ -119,7 +119,7 @@ class Fault:
     inflict: Callable[[Job], None]
     says: str = ""  # what the log says, if the job ends
     mend: Callable[[Job], None] = lambda job: None
-    goes_on: bool = False  # without help; else the job fails, and goes on when it is requeued
+    goes_on: bool | None = False  # without help; else the job fails, and goes on when it is requeued; None: either
     retried: bool = False  # whether it goes on where dead processes are started again
     sleep: int = 2  # seconds that each epoch of the job's first start takes longer
     elsewhere: bool = False  # whether other tests do nearly the same, so that this one is for `nox -s faults`
@@ -130,7 +130,7 @@ FAULTS = {
     "SIGKILL to all processes": Fault(kill_all, "(SIGKILL|Killed)", elsewhere=True),
     "time limit": Fault(lambda job: job.lab.timelimit(job.id), goes_on=True, elsewhere=True),
     "preempted": Fault(lambda job: job.lab.requeue(job.id), goes_on=True, elsewhere=True),
-    "network of a node lost": Fault(cut, goes_on=True),
+    "network of a node lost": Fault(cut, goes_on=None, sleep=30),
     "`slurmd` of a node stopped": Fault(stop_slurmd, goes_on=True, sleep=30),
     "disk full": Fault(fill, "cannot write .*No space left", lambda job: (job.output.parent / "full").unlink()),
     "checkpoint truncated": Fault(truncate, "is damaged", move_away, elsewhere=True),
@@ -139,15 +139,17 @@ FAULTS = {
 CELLS = [pytest.param(fault, marks=[pytest.mark.faults] * row.elsewhere) for fault, row in FAULTS.items()]
 
 
-def goes_on(fault: str, example: str) -> bool:
+def goes_on(fault: str, example: str) -> bool | None:
     """Whether an example's job survives a fault without help."""
-    return FAULTS[fault].goes_on or (FAULTS[fault].retried and LAUNCHERS[example].job_recovers)
+    row = FAULTS[fault]
+    return True if row.retried and LAUNCHERS[example].job_recovers else row.goes_on
 
 
 def table() -> str:
     """Return the matrix as the README shows it."""
     rows = [("fault", *EXAMPLES), ("---",) * (len(EXAMPLES) + 1)]
-    rows += [(fault, *("goes on" if goes_on(fault, name) else "fails" for name in EXAMPLES)) for fault in FAULTS]
+    words = {True: "goes on", False: "fails", None: "either"}
+    rows += [(fault, *(words[goes_on(fault, name)] for name in EXAMPLES)) for fault in FAULTS]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -180,7 +182,11 @@ def test_fault(
     job.wait_for_line("epoch  1/")
     start, before = time.monotonic(), len(job.log)
     row.inflict(job)
-    if not goes_on(fault, example):
+    going_on = goes_on(fault, example)
+    if going_on is None:
+        runs.wait_until(lambda: job.shown["JobState"] not in ("RUNNING", "COMPLETING"), 60, "what SLURM makes of it")
+        going_on = not job.ended
+    if not going_on:
         within = 150 if LAUNCHERS[example].job_recovers else 60  # after another attempt, beside other jobs
         assert_failed(job, within)
         assert re.search(row.says, job.log[before:]), job.log
