@@ -30,7 +30,7 @@ from slurm_jobs import (
     submit,
 )
 
-from lab import Lab
+from lab import Lab, why_not
 
 pytestmark = pytest.mark.slurm
 
@@ -38,6 +38,8 @@ pytestmark = pytest.mark.slurm
 @pytest.fixture(scope="module")
 def disk(common_folder: Path) -> Iterator[Path]:
     """A file system of its own, of 64 MB, which a test may fill."""
+    if reason := why_not():
+        pytest.skip(reason)
     path = common_folder / f"disk{os.getpid()}"
     path.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", path], check=True)
