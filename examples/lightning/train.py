@@ -236,9 +236,8 @@ def main(local_rank, args):
     test_loader = DataLoader(test_set, sampler=BatchSampler(shard, args.batch_size, drop_last=False), batch_size=None)
     torch.manual_seed(args.seed)
     history = checkpoint["history"] if checkpoint else []
-    model = Training(args, history)
-    if args.precision == "fp64":  # lightning: else it loads the checkpoint's weights first, into fp32, rounded
-        model.double()
+    # lightning: converted only by fit, the module would get a checkpoint's fp64 weights first, and round them to fp32
+    model = trainer.precision_plugin.convert_module(Training(args, history))
     trainer.strategy.checkpoint_io.loaded = checkpoint
     if rank == 0:
         where = f"{world_size} processes on {args.nodes} node{'s' * (args.nodes > 1)}, {dist.get_backend()} on {device}"
