@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import matplotlib
@@ -47,7 +47,7 @@ class Row:
 
     def cells(self) -> dict[str, object]:
         """Return what the table shows."""
-        return {name: value for name, value in asdict(self).items() if name not in ("losses", "weights")}
+        return {name: value for name, value in vars(self).items() if name not in ("losses", "weights")}
 
 
 def code_lines(path: Path) -> int:
@@ -137,7 +137,7 @@ def main() -> None:
             rows[-1].largest_difference = runs.largest_difference(rows[-1].weights, rows[0].weights)
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     with open(args.output / "compare.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, [column.name for column in fields(Row)[:-2]])
+        writer = csv.DictWriter(file, list(rows[0].cells()))
         writer.writeheader()
         writer.writerows(row.cells() for row in rows)
     (args.output / "compare.md").write_text(table(rows))

@@ -11,7 +11,7 @@ NAME     examples/NAME/train.py with N processes, started by its local command
 classic  what the published guides do: PIL images and per-image transforms in 4 loader workers per process, default
          threads, DistributedDataParallel over Gloo
 
-Every process computes with one thread, so that N processes can be compared with one. In the folder --output:
+All but classic compute with one thread a process, so that N processes can be compared with one. In the folder --output:
 throughput.csv has each single figure, throughput.png the medians, start.csv the seconds and MB of a start.
 """
 
