@@ -123,6 +123,7 @@ class Fault:
     mend: Callable[[Job], None] = lambda job: None
     goes_on: bool | None = False  # without help; else the job fails, and goes on when it is requeued; None: either
     retried: bool = False  # whether it goes on where dead processes are started again
+    anew: bool = False  # whether the job has to start anew, since the fault took its checkpoint
     sleep: int = 2  # seconds that each epoch of the job's first start takes longer
     elsewhere: bool = False  # whether other tests do nearly the same, so that this one is for `nox -s faults`
 
@@ -135,8 +136,10 @@ FAULTS = {
     "network of a node lost": Fault(cut, goes_on=None, sleep=30),
     "`slurmd` of a node stopped": Fault(stop_slurmd, goes_on=True, sleep=30),
     "disk full": Fault(fill, "cannot write .*No space left", lambda job: (job.output.parent / "full").unlink()),
-    "checkpoint truncated": Fault(truncate, "is damaged", move_away, elsewhere=True),
-    "output folder removed": Fault(remove_output, "cannot write .*No such file", retried=True, elsewhere=True),
+    "checkpoint truncated": Fault(truncate, "is damaged", move_away, anew=True, elsewhere=True),
+    "output folder removed": Fault(
+        remove_output, "cannot write .*No such file", retried=True, anew=True, elsewhere=True
+    ),
 }
 CELLS = [pytest.param(fault, marks=[pytest.mark.faults] * row.elsewhere) for fault, row in FAULTS.items()]
 
@@ -196,5 +199,5 @@ def test_fault(
         row.mend(job)
         fragile.requeue(job.id)
     assert_completed(job, EPOCHS)
-    assert job.log.count("ConvNet on digits") >= 2
+    assert job.log.count("ConvNet on digits") >= 2 and ("continuing after epoch" in job.log) != row.anew
     runs.assert_same_run(job.output, undisturbed().output)
