@@ -113,9 +113,9 @@ class Lab:
         if reason:
             raise LabError(reason)
         with one_at_a_time():
-            if self._keeper():
+            if self._running():
                 raise LabError(f"a lab named {self._plan.name} is running; end it first: python -m lab down")
-            self._remove_folder()
+            self.down()  # what is left of one whose keeper was killed
             try:
                 self.folder.mkdir()
                 self.folder.chmod(0o711)  # munged wants every user to reach its socket
@@ -157,13 +157,20 @@ class Lab:
             raise LabError(answer.removeprefix("error: ") or "the keeper ended, see keeper.log")
 
     def _keeper(self) -> int | None:
-        """The keeper's PID on this machine, or None if it has ended."""
+        """The keeper's PID on this machine, or None if it has ended, or if the folder is somebody else's."""
         try:
+            if self.folder.lstat().st_uid != os.geteuid():
+                return None
             pid, start = (self.folder / "keeper").read_text().split()
         except (OSError, ValueError):
             return None
         process = find_process(int(pid))
         return int(pid) if process and process.start == start else None
+
+    def _running(self) -> int | None:
+        """The keeper's PID, or None if it has ended or is about to: it leaves its namespaces first."""
+        pid = self._keeper()
+        return pid if os.path.exists(f"/proc/{pid}/ns/ipc") else None
 
     def down(self, keep_logs: bool = False) -> bool:
         """End the lab with all its processes, and remove its folder; returns False if none was running."""
@@ -266,7 +273,7 @@ class Lab:
 
     def _pid_of(self, place: str) -> int:
         """The PID 1 of the head or of a node, as this machine numbers it; raises LabError."""
-        top = self._keeper()
+        top = self._running()
         if not top:
             raise LabError(f"no lab named {self._plan.name} is running; start one: python -m lab up")
         if place == HEAD:

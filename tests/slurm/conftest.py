@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 import runs
 from runs import Reference
-from slurm_jobs import CPUS, EPOCHS, GPUS, NODES, all_nodes, assert_completed, copy, on_this_machine_only, submit
+from slurm_jobs import (
+    CPUS,
+    EPOCHS,
+    GPUS,
+    NODES,
+    all_nodes,
+    assert_completed,
+    copy,
+    on_this_machine_only,
+    submit,
+    undisturbed_folder,
+)
 
 from lab import Lab, why_not
 
@@ -28,9 +39,8 @@ def undisturbed(example: str, source: Path, lab: Lab, common_folder: Path) -> Ca
     """A function that returns what the shipped job leaves: called last, since it runs that job if none has yet."""
 
     def make(folder: Path) -> Reference:
-        copied = folder / example
-        job = submit(lab, example, copied if copied.exists() else copy(source, copied), options=(all_nodes(source),))
+        job = submit(lab, example, copy(source, folder / example), options=(all_nodes(source),))
         assert_completed(job, EPOCHS)
         return Reference(job.output, job.log)
 
-    return lambda: runs.reference(common_folder / "undisturbed", make)
+    return lambda: runs.reference(undisturbed_folder(common_folder), make)

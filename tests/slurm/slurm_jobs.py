@@ -117,6 +117,11 @@ def copy(source: Path, target: Path) -> Path:
     return launchers.copy_example(source, target)
 
 
+def undisturbed_folder(common_folder: Path) -> Path:
+    """Return where the shipped job's results are kept for all tests: see runs.reference."""
+    return common_folder / "undisturbed"
+
+
 def all_nodes(folder: Path) -> str:
     """Return the option that gives a job the first nodes of the lab, as many as its header asks for."""
     return f"--nodelist=node[1-{header(folder, 'nodes')}]"

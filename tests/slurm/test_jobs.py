@@ -2,41 +2,50 @@
 
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import runs
 from launchers import LAUNCHERS
 from runs import Reference
-from slurm_jobs import EPOCHS, NODES, all_nodes, assert_completed, assert_failed, copy, header, kill, slowed, submit
+from slurm_jobs import (
+    EPOCHS,
+    NODES,
+    all_nodes,
+    assert_completed,
+    assert_failed,
+    copy,
+    header,
+    kill,
+    slowed,
+    submit,
+    undisturbed_folder,
+)
 
 from lab import Lab
 
 pytestmark = pytest.mark.slurm
 
 
-def test_two_jobs_at_once(
-    example: str, source: Path, lab: Lab, common_folder: Path, undisturbed: Callable[[], Reference]
-) -> None:
+def test_two_jobs_at_once(example: str, source: Path, lab: Lab, common_folder: Path, tmp_path: Path) -> None:
     """Two jobs in one folder and on the same nodes both complete; asking for GPUs is all that it takes.
 
     The lab's GPUs are stand-ins: CUDA finds none, and the job trains on CPU. That job is preempted in mid-run: it
     starts again by itself, continues, and ends with the same bits as the other; its log goes on.
     """
-    folder = common_folder / "undisturbed" / example
-    assert not folder.exists(), "the other job has run already: this test has to be the first"
-    job = submit(lab, example, copy(source, folder), options=(all_nodes(source), "--gpus-per-node=2"))
-    with ThreadPoolExecutor() as background:
-        plain = background.submit(undisturbed)
-        job.wait_for_line("epoch  1/")
-        lab.requeue(job.id)
+    folder = copy(source, tmp_path / example)
+    job = submit(lab, example, folder, options=(all_nodes(source), "--gpus-per-node=2"))
+    plain = submit(lab, example, folder, options=(all_nodes(source),))
+    job.wait_for_line("epoch  1/")
+    lab.requeue(job.id)
+    assert_completed(plain, EPOCHS)
+    runs.reference(undisturbed_folder(common_folder), lambda _: Reference(plain.output, plain.log))  # for other tests
     assert_completed(job, EPOCHS)
     assert "gpu:2" in job.shown["TresPerNode"] and " on cpu, " in job.log
     assert job.shown["Restarts"] == "1"
     assert job.log.count("ConvNet on digits") == 2 and "continuing after epoch" in job.log
     assert runs.read_metrics(job.output)[-1]["test_accuracy"] >= 0.95
-    runs.assert_same_run(job.output, plain.result().output)
+    runs.assert_same_run(job.output, plain.output)
 
 
 BROKEN = {
