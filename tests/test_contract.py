@@ -60,6 +60,7 @@ def test_default_run(example: str, reference: Reference) -> None:
     assert sum("finished: test acc" in line for line in lines) == 1
 
 
+@pytest.mark.thorough
 def test_resume_of_a_finished_run(example: str, folder: Path, reference: Reference) -> None:
     """With --resume a finished run writes its model again and ends well."""
     shutil.copytree(reference.output, folder / "output")
@@ -185,8 +186,11 @@ def test_one_worker_hangs(example: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
-        ("--batch-size 720", ["--batch-size 720", "719"]),
-        ("--output-dir train.py/output", ["--output-dir", "train.py/output", "another folder"]),
+        pytest.param("--batch-size 720", ["--batch-size 720", "719"], marks=pytest.mark.thorough),
+        pytest.param(
+            *("--output-dir train.py/output", ["--output-dir", "train.py/output", "another folder"]),
+            marks=pytest.mark.thorough,
+        ),
         ("--dataset mnist", ["no mnist in data/MNIST/raw", "python -m common.data mnist --data-dir data"]),
     ],
 )
@@ -214,7 +218,10 @@ def test_bad_arguments(example: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "processes", "arguments", "texts"),
     [
-        ("fewer epochs", 2, "--resume --epochs 4", ["output/checkpoint", "5 epochs", "--epochs 4"]),
+        pytest.param(
+            *("fewer epochs", 2, "--resume --epochs 4", ["output/checkpoint", "5 epochs", "--epochs 4"]),
+            marks=pytest.mark.thorough,
+        ),
         ("there already", 2, "", ["output/checkpoint", "--resume", "--output-dir"]),
         ("other settings", 1, "--resume --lr 0.1", ["output/checkpoint", "world_size 2", "lr 0.001"]),
         ("one bit flipped", 2, "--resume", ["output/checkpoint", "damaged", "move it away"]),

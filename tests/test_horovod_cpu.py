@@ -56,7 +56,9 @@ def test_srun_without_pmi(example: str, folder: Path) -> None:
         assert errors[0].startswith(f"{script}: error: ") and "--mpi=pmix" in errors[0] and "4 tasks" in errors[0]
 
 
-@pytest.mark.parametrize(("processes", "batch_size", "batches"), [(3, 50, 1), (2, 7, 3)])
+@pytest.mark.parametrize(
+    ("processes", "batch_size", "batches"), [(3, 50, 1), pytest.param(2, 7, 3, marks=pytest.mark.faults)]
+)
 def test_sizes_that_do_not_divide(example: str, folder: Path, processes: int, batch_size: int, batches: int) -> None:
     """All ranks take the same number of steps, and no rank waits for another at the end of an epoch."""
     arguments = f"--epochs 2 --batch-size {batch_size} --batches-per-allreduce {batches} --timeout 60"
@@ -113,6 +115,7 @@ def test_warmup_resumed(example: str, folder: Path) -> None:
     runs.assert_same_run(folder / "resumed", folder / "whole")
 
 
+@pytest.mark.faults
 def test_too_many_threads(example: str, folder: Path) -> None:
     """More threads than cores: one warning line; the user's OMP_NUM_THREADS is kept."""
     threads = len(os.sched_getaffinity(0))
@@ -135,8 +138,8 @@ def test_lm_reaches_the_floor(example: str, folder: Path) -> None:
 
 def test_lm_on_devanagari(example: str, folder: Path) -> None:
     """A text of three bytes a letter: it trains, is killed, goes on with the same bits, and writes a line."""
-    (folder / "gita.txt").write_text(DEVANAGARI * 150, encoding="utf-8")
-    arguments = "--text-file gita.txt --context 32 --epochs 4 --output-dir"
+    (folder / "gita.txt").write_text(DEVANAGARI * 100, encoding="utf-8")
+    arguments = "--text-file gita.txt --context 32 --epochs 3 --output-dir"
     whole = lm(folder, 2, f"{arguments} whole").wait(180)
     assert whole.status == 0, whole.stderr
     run = lm(folder, 2, f"{arguments} resumed")
