@@ -4,8 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+import readme
 import runs
-from launchers import copy_example
+from launchers import LAUNCHERS, copy_example
 from runs import EXAMPLES, ROOT, Reference
 
 THOROUGH = "torchrun_multinode"  # the example whose tests marked `thorough` are ordinary ones
@@ -62,11 +63,12 @@ def common_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(example: str, source: Path, common_folder: Path) -> Reference:
-    """Run the README's local command, once, in a fresh copy."""
+    """Run what the README says under "Run locally", word for word, once, in a fresh copy."""
 
     def make(folder: Path) -> Reference:
         copy_example(source, folder)
-        run = runs.train(example, folder, 2)
+        local = " ".join(LAUNCHERS[example].command(2))
+        run = readme.run_block(readme.until(folder / "README.md", local), folder)
         return Reference(folder / "output", run.stdout, run.stderr)
 
     return runs.reference(common_folder / f"reference-{example}", make)

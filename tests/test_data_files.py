@@ -46,12 +46,13 @@ def write_data(data_dir: Path, name: str) -> Path:
 @pytest.mark.once
 def test_trains_on_idx_files(example: str, folder: Path) -> None:
     """A few hundred images in torchvision's format are read, learnt and evaluated exactly."""
-    write_data(folder / "files", "fashion_mnist")
-    arguments = "--dataset fashion_mnist --data-dir files --epochs 4 --batch-size 16"
-    runs.train(example, folder, 2, *arguments.split())
+    write_data(folder / "data", "fashion_mnist")
+    command = "python train.py --dataset fashion_mnist --data-dir data --epochs 4 --batch-size 16"
+    run = runs.Run(command.split(), folder).wait(180)
+    assert run.status == 0, run.stderr
     rows = runs.read_metrics(folder / "output")
     assert rows[-1]["test_accuracy"] > 0.8 and rows[-1]["train_loss"] < 0.5
-    assert_exact_metrics(folder / "output", "fashion_mnist", str(folder / "files"))
+    assert_exact_metrics(folder / "output", "fashion_mnist", str(folder / "data"))
 
 
 @pytest.mark.once

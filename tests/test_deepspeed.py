@@ -165,6 +165,15 @@ def test_without_a_launcher(example: str, folder: Path) -> None:
     runs.assert_arguments_refused(folder, texts)
 
 
+@pytest.mark.faults
+def test_gpt(example: str, folder: Path) -> None:
+    """The README's command for TinyGPT at stage 3."""
+    arguments = "--model gpt --zero-stage 3 --output-dir output/gpt"
+    run = runs.train(example, folder, 2, *arguments.split(), seconds=300)
+    rows = runs.read_metrics(folder / "output" / "gpt")
+    assert "ZeRO stage 3, fp32" in run.stdout and rows[-1]["test_loss"] < rows[0]["test_loss"]
+
+
 def test_gpt_in_bf16_with_accumulation(example: str, folder: Path) -> None:
     """TinyGPT at stage 3 in bf16, two batches a step: it learns; model.pt has whole fp32 weights.
 

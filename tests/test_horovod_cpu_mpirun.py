@@ -30,6 +30,15 @@ def mpirun(example: str) -> Iterator[None]:
     LAUNCHERS[example] = row
 
 
+@pytest.mark.faults
+def test_four_processes(example: str, folder: Path) -> None:
+    """The README's command for MPI and the language model: NP processes of OMP_NUM_THREADS threads."""
+    variables = dict(word.split("=") for word in AS_ROOT.split()[1:]) | {"NP": "4", "OMP_NUM_THREADS": "2"}
+    run = runs.Run(["bash", "mpirun_local.sh", "train_lm.py", "--epochs", "1"], folder, variables).wait(400)
+    assert run.status == 0, run.stderr
+    assert "4 processes on 1 node, mpi on cpu, 2 threads each" in run.stdout
+
+
 @pytest.fixture(scope="module")
 def reference(example: str, mpirun: None, source: Path, common_folder: Path) -> Reference:
     """Run mpirun_local.sh, once, in a fresh copy."""

@@ -39,15 +39,26 @@ def test_srun_without_pmi(example: str, source: Path, lab: Lab, tmp_path: Path) 
 def test_language_model_with_staged_text(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """SCRIPT=train_lm.py and STAGE=1: the text is copied once per node, read there, and removed at the end."""
     folder = copy(source, tmp_path / example)
-    (folder / "texts").mkdir()
-    (folder / "texts" / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
-    arguments = ["--text-file", "text.txt", "--context", "32", "--epochs", "1"]
-    variables = {"SCRIPT": "train_lm.py", "STAGE": "1", "DATA_DIR": "texts"}
+    (folder / "data").mkdir()
+    (folder / "data" / "book.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    arguments = ["--text-file", "book.txt", "--context", "32", "--epochs", "1"]
+    variables = {"SCRIPT": "train_lm.py", "STAGE": "1", "DATA_DIR": "data"}
     job = submit(lab, example, folder, *arguments, **variables)
     assert_completed(job)
-    assert re.search(rf"copied texts to \S+/data-{job.id} on 2 nodes in \d+ s", job.log), job.log
-    assert "TinyGPT on text.txt: 4 processes on 2 nodes, mpi on cpu" in job.log and "tokens/s" in job.log
+    assert re.search(rf"copied data to \S+/data-{job.id} on 2 nodes in \d+ s", job.log), job.log
+    assert "TinyGPT on book.txt: 4 processes on 2 nodes, mpi on cpu" in job.log and "tokens/s" in job.log
     assert (job.output / "model.pt").exists()
     for node in ("node1", "node2"):
         left = lab.run(["srun", f"--nodelist={node}", "sh", "-c", f"ls -d ${{TMPDIR:-/tmp}}/data-{job.id}"])
         assert left.returncode != 0, left.stdout
+
+
+@pytest.mark.faults
+def test_in_an_allocation(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """The README's `salloc`, and in its shell `srun --mpi=pmix`: all four processes train together."""
+    folder = copy(source, tmp_path / example)
+    shell = f"source {SETTINGS['VENV']}/bin/activate && srun --mpi=pmix --cpus-per-task=2 python train.py --epochs 2"
+    words = ["salloc", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2", "bash", "-c", shell]
+    done = lab.run(words, cwd=folder, env=SETTINGS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 processes on 2 nodes, mpi on cpu, 2 threads each" in done.stdout and "finished" in done.stdout

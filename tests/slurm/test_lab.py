@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+import readme
 import runs
 from runs import ROOT
-from slurm_jobs import job_processes
+from slurm_jobs import job_processes, on_this_machine_only, slowed
 
 from lab import Lab, LabError, cluster, why_not
 
@@ -164,6 +166,62 @@ def test_command_line(name: str) -> None:
     assert "slurmctld version" in command("logs", "--name", name, "slurmctld").stdout
     assert command("down", "--name", name).stdout == "lab: ended\n"
     assert command("down", "--name", name).stdout == "lab: nothing was running\n"
+
+
+def as_written(command: str, name: str, words: str = "") -> str:
+    """Return a README's command for a lab of another name, and with more words for `up`, run by this Python."""
+    command = re.sub(r"^(sudo )?python3? -m lab (\w+)", rf"{sys.executable} -m lab \2 --name {name}", command)
+    return command.replace(" up ", f" up {words} ")
+
+
+def repository(folder: Path, seconds: str) -> str:
+    """Make a folder with what the READMEs' commands for the lab need; return the words that share it with nodes.
+
+    Each epoch of its ddp_spawn lasts `seconds` longer.
+    """
+    shutil.copytree(ROOT / "lab", folder / "lab")
+    slowed(ROOT / "examples" / "ddp_spawn", folder / "examples" / "ddp_spawn", seconds)
+    return " ".join(f"--share {path}" for path in on_this_machine_only(Path(sys.prefix)))
+
+
+def run_lines(lines: list[str], folder: Path, **variables: str) -> str:
+    """Run commands of a README and return what the last one prints; what they start runs on after them."""
+    return readme.run_block(lines, folder, **variables | {runs.MARKER: ""}).stdout
+
+
+def test_readme_of_the_repository(name: str, tmp_path: Path) -> None:
+    """The README's block: from an environment of its own to a job that has trained."""
+    share = repository(tmp_path / "clone", "0")
+    install = readme.until(ROOT / "README.md", "sudo python3 -m lab down")[1:]  # without apt-get
+    up, submit, down = (as_written(line, name, share) for line in install[2:])
+    assert run_lines([*install[:2], up, submit], tmp_path / "clone") == "Submitted batch job 1\n"
+    assert Lab.find(name).wait_for_job(1)["JobState"] == "COMPLETED"
+    log = tmp_path / "clone" / "examples" / "ddp_spawn" / "ddp_spawn-1.out"
+    assert "finished: test acc" in log.read_text()
+    assert run_lines([down], tmp_path / "clone") == "lab: ended\n"
+
+
+def test_readme(name: str, tmp_path: Path) -> None:
+    """Each command in the lab's README does what stands beside it."""
+    share = repository(tmp_path / "clone", "10")
+    _, use, damage = map(list, readme.blocks(ROOT / "lab" / "README.md"))
+    for line in [*use[:-1], *damage, use[-1]]:  # `down` comes last
+        printed = run_lines([as_written(line, name, share)], tmp_path / "clone", VENV=sys.prefix)
+        if " up " in line:
+            lab = Lab.find(name)
+        elif "sbatch" in line:
+            lab.wait_for_job(1, "RUNNING")
+        elif " cut " in line:
+            lab.wait_for_node("node2", "down*", seconds=90)
+        elif " heal " in line:
+            lab.wait_for_node("node2", "idle", "mixed", "allocated")
+        elif " requeue " in line:
+            lab.wait_for_job(1, "RUNNING", seconds=60)
+            assert lab.job(1)["Restarts"] == "1"
+        elif " timelimit " in line:
+            log = tmp_path / "clone" / "examples" / "ddp_spawn" / "ddp_spawn-1.out"
+            runs.wait_until(lambda log=log: "run.slurm: " in log.read_text(), 90, "run.slurm's answer to the signal")
+    assert printed == "lab: ended\n"
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
