@@ -113,6 +113,9 @@ class Run:
             stdout=pipe,
             stderr=self.errors,
             text=True,
+            preexec_fn=lambda: signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            ),  # ignored, if a shell has `&` on these tests
         )
 
     def read_until(self, text: str) -> str:
@@ -257,7 +260,7 @@ def assert_arguments_refused(folder: Path, texts: Mapping[str, list[str]]) -> No
         "    except SystemExit as end:\n"
         "        print('status', end.code)\n"
     )
-    run = Run(["python", "each.py"], folder).wait(60)
+    run = Run(["python", "each.py"], folder).wait(120)
     assert run.stdout == "status 2\n" * len(texts), run.stdout + run.stderr
     lines = [line for line in run.stderr.splitlines() if line.startswith("train.py: error: ")]
     for line, (words, expected) in zip(lines, texts.items(), strict=True):

@@ -13,6 +13,7 @@ import runs
 import torch
 from launchers import LAUNCHERS
 from runs import Reference
+from test_scale import batches
 from torch.nn import functional as F
 
 from common import data
@@ -140,9 +141,22 @@ def test_three_processes(example: str, folder: Path) -> None:
     assert all(row == pytest.approx(other, rel=1e-9) for row, other in zip(rows, same, strict=True))
 
 
-def test_bf16(example: str, folder: Path, reference: Reference) -> None:
-    """bf16 ends within one point of fp32's accuracy, with other weights, which it leaves in fp32."""
+def test_bf16_and_order(example: str, folder: Path, reference: Reference) -> None:
+    """bf16 ends within one point of fp32's accuracy, with other weights, which it leaves in fp32.
+
+    It sees the samples in the order that all examples share: DistributedSampler's, seeded with --seed, new each epoch.
+    """
+    rank = LAUNCHERS[example].rank
+    line = "        batch = self.images[indices]"
+    note = f"        print(*indices, file=open(f'seen-{{len(self)}}-{{{rank}}}', 'a'))\n"
+    runs.edit(folder / "common" / "data.py", line, note + line)
     runs.train(example, folder, 2, "--precision", "bf16")
+    for rank in range(2):
+        expected = [indices for epoch in range(EPOCHS) for indices in batches(1438, rank, 2, 64, epoch)]
+        lines = (folder / f"seen-1438-{rank}").read_text().splitlines()
+        assert [[int(word) for word in line.split()] for line in lines] == expected
+    evaluated = [int(word) for rank in range(2) for word in (folder / f"seen-359-{rank}").read_text().split()]
+    assert sorted(evaluated) == sorted(list(range(359)) * EPOCHS)
     weights = runs.read_model(folder / "output")
     assert all(weight.dtype == torch.float32 for weight in weights.values())
     assert runs.largest_difference(weights, runs.read_model(reference.output)) > 1e-4
@@ -165,10 +179,10 @@ def test_one_worker_killed(example: str, folder: Path, reference: Reference) -> 
 
 
 def test_exception_in_one_worker(example: str, folder: Path) -> None:
-    """An exception on rank 1 alone: its traceback is shown and the run ends non-zero within 60 s."""
+    """An exception on rank 1 alone: its traceback is shown and the run ends non-zero, within 60 s of its start-up."""
     rank = LAUNCHERS[example].rank
     runs.plant(folder, f"if {rank} == 1:\n    raise ArithmeticError('planted on rank 1')\n")
-    run = runs.start(example, folder, 2).wait(60)
+    run = runs.start(example, folder, 2).wait(120)
     assert run.status > 0
     assert "Traceback" in run.stderr and "ArithmeticError: planted on rank 1" in run.stderr, run.stderr
     assert not (folder / "output" / "model.pt").exists()
@@ -176,10 +190,10 @@ def test_exception_in_one_worker(example: str, folder: Path) -> None:
 
 def test_one_worker_hangs(example: str, folder: Path) -> None:
     """A worker that stops answering: the others give up after --timeout, and the run ends non-zero."""
-    run = runs.start(example, folder, 2, "--timeout", 5)
+    run = runs.start(example, folder, 2, "--timeout", 10)
     run.read_until("epoch  1/")
     os.kill(max(run.workers()), signal.SIGSTOP)
-    run.wait(5 + 60)
+    run.wait(10 + 60)
     assert run.status > 0 and "finished" not in run.stdout
 
 
@@ -196,7 +210,7 @@ def test_one_worker_hangs(example: str, folder: Path) -> None:
 )
 def test_bad_input(example: str, folder: Path, arguments: str, texts: list[str]) -> None:
     """Bad input ends with one clear line that says what to do."""
-    run = runs.start(example, folder, 2, *arguments.split()).wait(60)
+    run = runs.start(example, folder, 2, *arguments.split()).wait(120)
     runs.assert_refused(run, LAUNCHERS[example].refusal, *texts)
 
 
@@ -242,7 +256,7 @@ def test_bad_checkpoint(
     elif case == "truncated":
         del content[len(content) // 2 :]
     checkpoint.write_bytes(content)
-    run = runs.start(example, folder, processes, *arguments.split()).wait(60)
+    run = runs.start(example, folder, processes, *arguments.split()).wait(120)
     runs.assert_refused(run, LAUNCHERS[example].refusal, *texts)
     assert checkpoint.read_bytes() == content
     left, before = ({path.relative_to(top) for path in top.rglob("*")} for top in (folder / "output", reference.output))

@@ -17,7 +17,7 @@ import runs
 )
 def test_wrong_job(example: str, folder: Path, variables: dict[str, str], texts: list[str]) -> None:
     """A job of another shape than one node and one task is refused."""
-    run = runs.start(example, folder, 2, **variables).wait(60)
+    run = runs.start(example, folder, 2, **variables).wait(120)
     runs.assert_refused(run, 2, *texts)
 
 
@@ -31,7 +31,7 @@ def test_cores_of_the_job(example: str, folder: Path) -> None:
 def test_more_processes_than_gpus(example: str, folder: Path) -> None:
     """On a GPU machine (played here) more processes than GPUs are refused before any of them starts."""
     runs.play_one_gpu(folder)
-    run = runs.start(example, folder, 2).wait(60)
+    run = runs.start(example, folder, 2).wait(120)
     runs.assert_refused(run, 2, "--processes 2", "1 GPU")
 
 

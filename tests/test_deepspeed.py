@@ -93,7 +93,7 @@ def test_killed_while_saving(example: str, folder: Path, reference: Reference) -
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 1
     shard.write_bytes(flipped)
-    refused = runs.start(example, folder, 2, "--zero-stage", 2, "--resume").wait(60)
+    refused = runs.start(example, folder, 2, "--zero-stage", 2, "--resume").wait(120)
     runs.assert_refused(refused, 1, "output/checkpoint", "damaged", shard.name, "move it away")
     assert shard.read_bytes() == flipped
     shard.write_bytes(content)
@@ -146,19 +146,19 @@ def test_bad_settings(example: str, folder: Path) -> None:
         "    except SystemExit:\n"
         "        pass\n"
     )
-    run = runs.Run(["python", "each.py"], folder, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}).wait(60)
+    run = runs.Run(["python", "each.py"], folder, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}).wait(120)
     expected = [texts for _, texts in FILES.values()] + [["ds_config.json is good"]]
     for line, texts in zip(run.stdout.splitlines(), expected, strict=True):
         assert all(text in line for text in texts), (line, texts)
     assert run.status == 0 and not run.stderr, run.stderr
 
-    run = runs.start(example, folder, 2, "--deepspeed_config", "unknown.json").wait(60)
+    run = runs.start(example, folder, 2, "--deepspeed_config", "unknown.json").wait(120)
     runs.assert_refused(run, 1, "unknown.json", "zero_optimisation")
 
 
 def test_without_a_launcher(example: str, folder: Path) -> None:
     """Started as a plain script, it names the command, and looks for no MPI; fp64 and no such stage are refused."""
-    run = runs.Run(["python", "train.py"], folder).wait(60)
+    run = runs.Run(["python", "train.py"], folder).wait(120)
     runs.assert_refused(run, 2, "torchrun --standalone --nproc-per-node=2 train.py")
     assert "mpi" not in run.stderr.lower() + run.stdout.lower()
     texts = {"--precision fp64": ["--precision fp64", "fp32 or bf16"], "--zero-stage 4": ["--zero-stage"]}
@@ -206,7 +206,7 @@ def test_offload(example: str, folder: Path) -> None:
 
 def test_offload_without_a_compiler(example: str, folder: Path, bare: dict[str, str]) -> None:
     """Where the op cannot be compiled, one line says what to install or to build before."""
-    run = runs.start(example, folder, 2, "--deepspeed_config", "ds_config_offload.json", **bare).wait(60)
+    run = runs.start(example, folder, 2, "--deepspeed_config", "ds_config_offload.json", **bare).wait(120)
     runs.assert_refused(run, 1, "ds_config_offload.json", "cpu_adam", "install ninja and g++", "DS_BUILD_CPU_ADAM=1")
 
 

@@ -47,7 +47,7 @@ def test_without_a_launcher(example: str, folder: Path) -> None:
 def test_srun_without_pmi(example: str, folder: Path) -> None:
     """A task of a larger srun that no MPI has been told of would train alone: refused."""
     for script in ("train.py", "train_lm.py"):
-        run = runs.Run(["python", script], folder, {"SLURM_STEP_NUM_TASKS": "4"}).wait(60)
+        run = runs.Run(["python", script], folder, {"SLURM_STEP_NUM_TASKS": "4"}).wait(120)
         errors = run.stderr.splitlines()
         assert run.status == 2 and len(errors) == 1, run.stderr
         assert errors[0].startswith(f"{script}: error: ") and "--mpi=pmix" in errors[0] and "4 tasks" in errors[0]
@@ -77,7 +77,7 @@ def test_fp16_allreduce(example: str, folder: Path, reference: Reference) -> Non
     runs.train(example, folder, 2, "--fp16-allreduce")
     assert runs.read_metrics(folder / "output")[-1]["test_accuracy"] > 0.95
     assert runs.largest_difference(runs.read_model(folder / "output"), runs.read_model(reference.output)) > 0
-    run = runs.start(example, folder, 2, "--resume").wait(60)
+    run = runs.start(example, folder, 2, "--resume").wait(120)
     assert run.status != 0 and "fp16_allreduce True" in run.stderr
 
 
@@ -91,14 +91,14 @@ def test_learning_rate(example: str, folder: Path) -> None:
         "    return [train.learning_rate(argparse.Namespace(**args), epoch) for epoch in (0, 0.5, 1, 2, 7.5)]\n"
         "print(rates(scale_lr=False), rates(), rates(batches_per_allreduce=2), rates(warmup_epochs=2), sep='\\n')\n"
     )
-    run = runs.Run(["python", "-c", script], folder).wait(60)
+    run = runs.Run(["python", "-c", script], folder).wait(120)
     assert run.stdout.splitlines() == [
         "[0.5, 0.5, 0.5, 0.5, 0.5]",
         "[2.0, 2.0, 2.0, 2.0, 2.0]",
         "[4.0, 4.0, 4.0, 4.0, 4.0]",
         "[0.5, 0.875, 1.25, 2.0, 2.0]",
     ], run.stderr
-    run = runs.Run(["python", "train.py", "--warmup-epochs", "2"], folder).wait(60)
+    run = runs.Run(["python", "train.py", "--warmup-epochs", "2"], folder).wait(120)
     runs.assert_refused(run, 2, "--warmup-epochs", "--scale-lr")
 
 
@@ -166,7 +166,7 @@ def test_lm_bad_input(example: str, folder: Path, arguments: str, texts: list[st
     """Bad input ends with one clear line."""
     (folder / "empty.txt").touch()
     (folder / "short.txt").write_text("short")
-    run = runs.Run(["python", "train_lm.py", *arguments.split()], folder).wait(60)
+    run = runs.Run(["python", "train_lm.py", *arguments.split()], folder).wait(120)
     lines = [line for line in run.stderr.splitlines() if line.startswith("train_lm.py: error: ")]
     assert run.status == 2 and len(lines) == 1 and "Traceback" not in run.stderr, run.stderr
     assert all(text in lines[0] for text in texts), lines
@@ -198,7 +198,7 @@ def test_install_errors(example: str, folder: Path, tmp_path: Path, missing: str
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_NO_CACHE_DIR": "1"}
     nowhere |= {"PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
     variables = {"PATH": str(programs), "XDG_CACHE_HOME": str(tmp_path / "cache")} | nowhere
-    run = runs.Run(["bash", "install.sh"], folder, variables).wait(60)
+    run = runs.Run(["bash", "install.sh"], folder, variables).wait(120)
     errors = [line for line in run.stderr.splitlines() if line.startswith("install.sh: error: ")]
     assert run.status == 1 and len(errors) == 1, run.stderr
     assert all(text in errors[0] for text in texts), errors

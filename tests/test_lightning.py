@@ -76,7 +76,7 @@ def test_wrong_tasks(example: str, folder: Path) -> None:
         "train.SRUN, train.torch.cuda.device_count, sys.argv[1:] = False, lambda: 1, ['--devices', '2']\n"
         "train.parse_args()\n"
     )
-    run = runs.Run(["python", "each.py"], folder).wait(60)
+    run = runs.Run(["python", "each.py"], folder).wait(120)
     assert run.stdout.splitlines() == ["fits 4", *(f"{name} status 2" for name in list(CASES)[1:])], run.stderr
     *errors, gpus = [line for line in run.stderr.splitlines() if line.startswith("train.py: error: ")]
     for line, (_, _, text) in zip(errors, list(CASES.values())[1:], strict=True):

@@ -142,21 +142,21 @@ def test_checkpoint_that_cannot_be_made(example: str, folder: Path) -> None:
     """What cannot be pickled fails in the background, and ends the run with its traceback: no night without a save."""
     line = '"run": os.environ["TORCHELASTIC_RUN_ID"]}'
     runs.edit(folder / "train.py", line, f"{line} | {{'mine': lambda: 0}}")
-    run = runs.start(example, folder, 2).wait(60)
+    run = runs.start(example, folder, 2).wait(120)
     assert run.status == 1 and re.search("Error: Can't (pickle|get local)", run.stderr), run.stderr
     assert "finished" not in run.stdout
 
 
 def test_without_torchrun(example: str, folder: Path) -> None:
     """Started as a plain script, it names the command."""
-    run = runs.Run(["python", "train.py"], folder).wait(60)
+    run = runs.Run(["python", "train.py"], folder).wait(120)
     runs.assert_refused(run, 2, "torchrun --standalone --nproc-per-node=2 train.py")
 
 
 def test_more_processes_than_gpus(example: str, folder: Path) -> None:
     """On a node with fewer GPUs (played here) than processes, all of them refuse before they meet."""
     runs.play_one_gpu(folder)
-    run = runs.start(example, folder, 2).wait(60)
+    run = runs.start(example, folder, 2).wait(120)
     runs.assert_refused(run, 1, "--nproc-per-node=2", "1 GPU")
 
 
@@ -168,5 +168,5 @@ def test_bad_input(example: str, folder: Path) -> None:
         "--clip-norm 0": ["--clip-norm", "above 0"],
     }
     runs.assert_arguments_refused(folder, texts)
-    run = runs.start(example, folder, 2, "--batch-size", 100, "--accumulate", 8).wait(60)
+    run = runs.start(example, folder, 2, "--batch-size", 100, "--accumulate", 8).wait(120)
     runs.assert_refused(run, 1, "--batch-size 100 times --accumulate 8", "719")

@@ -1,0 +1,30 @@
+"""benchmarks/compare.py, which the README's table comes from, with two examples that one environment can run."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+from runs import ROOT
+
+pytestmark = [pytest.mark.slurm, pytest.mark.faults]
+
+
+@pytest.mark.parametrize("name", ["compare", "slurm"])
+def test_compare(example: str, tmp_path: Path, name: str) -> None:
+    """On this machine and in the lab: the same bits, five losses in a picture, plausible costs in a table."""
+    words = [sys.executable, ROOT / "benchmarks" / "compare.py", "--examples", example, "--output", tmp_path]
+    words += ["--slurm"] * (name == "slurm")
+    done = subprocess.run(words, env=runs.clean_environment(), capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with open(tmp_path / f"{name}.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["example"] for row in rows] == ["ddp_spawn", example]
+    for row in rows:
+        assert float(row["largest_difference"]) == 0 and float(row["test_accuracy"]) > 0.95
+        assert float(row["seconds_to_first_step"]) > 1 and float(row["samples_per_second"]) > 10
+        assert 200 < float(row["peak_mb_per_process"]) < 4000 and 100 < int(row["lines"]) < 400
+    assert f"| {example} | ddp_spawn's, bit for bit |" in (tmp_path / f"{name}.md").read_text()
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

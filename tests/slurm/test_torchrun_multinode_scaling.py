@@ -1,0 +1,55 @@
+"""benchmarks/scaling.slurm on one and two nodes: it submits the example's own run.slurm, and draws what it measures."""
+
+import csv
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+from runs import ROOT
+from slurm_jobs import SETTINGS, Job, copy, on_this_machine_only
+
+from lab import Lab
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.mark.faults
+def test_scaling(example: str, source: Path, tmp_path: Path) -> None:
+    """Weak scaling keeps the batch of a process, strong scaling that of all; what is measured is not measured again."""
+    folder = tmp_path / "benchmarks"
+    shutil.copytree(ROOT / "benchmarks", folder)
+    copy(source, tmp_path / "examples" / example)
+    shared = on_this_machine_only(tmp_path, Path(sys.prefix))
+    with Lab(nodes=3, cpus=4, name=f"scaling{os.getpid()}", share=shared) as lab:  # one node for scaling.slurm itself
+        words = ["sbatch", "--parsable", "scaling.slurm", "--nodes", "2", "1", "--rounds", "1", "--epochs", "2"]
+        job = Job(lab, "scaling", folder, lab.run(words, cwd=folder, env=SETTINGS).stdout.strip())
+        job.wait(500)
+        logs = "".join(path.read_text() for path in tmp_path.glob("results/scaling/jobs/*.out"))
+        assert job.shown["JobState"] == "COMPLETED", job.log + logs
+    results = tmp_path / "results" / "scaling"
+    with open(results / "scaling.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    columns = ("scaling", "nodes", "processes", "batch_size")
+    expected = [("weak", 1, 2, 64), ("strong", 1, 2, 64), ("weak", 2, 4, 64), ("strong", 2, 4, 32)]
+    assert [tuple(row[name] for name in columns) for row in rows] == [tuple(map(str, row)) for row in expected]
+    for name, row in (("weak-1", rows[0]), ("weak-2", rows[2]), ("strong-2", rows[3])):
+        speeds = [part["samples_per_second"] for part in runs.read_metrics(results / "jobs" / f"{example}-{name}-0")]
+        assert speeds[1] == float(row["images_per_second"])
+    assert job.log.count("efficiency 1.00") == 2 and "strong scaling, 2 nodes" in job.log
+    assert (results / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+    again = [sys.executable, "scaling.py", "--nodes", "1", "2", "--rounds", "1", "--epochs", "2"]
+    done = subprocess.run(again, cwd=folder, capture_output=True, text=True, timeout=60)  # no job, so no SLURM either
+    assert done.returncode == 0 and "efficiency" in done.stdout, done.stderr
+
+
+def test_bad_numbers(example: str) -> None:
+    """A batch that cannot be shared out is refused with one line."""
+    words = [sys.executable, ROOT / "benchmarks" / "scaling.py", "--nodes", "1", "3"]
+    refused = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and "--batch-size 64 cannot be shared out over 3 nodes" in refused.stderr
+    assert "Traceback" not in refused.stderr
