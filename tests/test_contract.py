@@ -148,7 +148,7 @@ def test_bf16_and_order(example: str, folder: Path, reference: Reference) -> Non
     """
     rank = LAUNCHERS[example].rank
     line = "        batch = self.images[indices]"
-    note = f"        print(*indices, file=open(f'seen-{{len(self)}}-{{{rank}}}', 'a'))\n"
+    note = f"        print(*indices, file=open('seen-%d-%d' % (len(self), {rank}), 'a'))\n"
     runs.edit(folder / "common" / "data.py", line, note + line)
     runs.train(example, folder, 2, "--precision", "bf16")
     for rank in range(2):
