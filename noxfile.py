@@ -99,7 +99,7 @@ def measure(session: nox.Session, script: str) -> None:
 
 @nox.session
 def compare(session: nox.Session) -> None:
-    """Train with every example and compare weights, losses and costs: results/compare.csv, .md and .png."""
+    """Train with every example and compare weights, losses and costs: results/compare.* (`-- --slurm`: slurm.*)."""
     measure(session, "compare.py")
 
 

@@ -2,12 +2,13 @@
 
     sbatch scaling.slurm --nodes 1 2 4 8 --examples torchrun_multinode lightning
 
-It submits the examples' own run.slurm, one job at a time, each with whole nodes to itself: synthetic 28x28 images,
-the ConvNet, the median of all epochs but the first. Weak scaling: --batch-size per process on any number of nodes.
-Strong scaling: the global batch that this is on the fewest nodes, shared out over all processes.
+It submits the examples' own run.slurm, one job at a time, on nodes that it shares with no other user: the ConvNet,
+synthetic 28x28 images, the median of all epochs but the first. Weak scaling: --batch-size per process on any number of
+nodes. Strong scaling: the global batch of the fewest nodes stays the same and is shared out over all processes. An
+epoch has 12,000 images, so --batch-size times the number of processes may be 2,400 at most.
 
-In the folder --output: scaling.csv has each figure, scaling.png the medians. Each job's own files stay there, in
-jobs/, with its log; started again with the same --output, it measures only what is not there yet.
+In the folder --output: scaling.csv has the figures of this call, scaling.png their medians. Each job's own files stay
+there, in jobs/, with its log; started again, it measures only what is not there yet.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 import matplotlib
@@ -26,8 +27,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {path.parent.name: path for path in sorted(ROOT.glob("examples/*/run.slurm"))}
-EXAMPLES = [name for name, path in SCRIPTS.items() if "#SBATCH --nodes=1 " not in path.read_text()]
+EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/run.slurm") if path.parent.name != "ddp_spawn")
 IMAGES = 12_000  # of the synthetic data set
 
 
@@ -69,34 +69,34 @@ def parse_args() -> argparse.Namespace:
         parser.error("--epochs 1: the first epoch does not count, so there must be a second")
     for nodes in args.nodes:
         if args.batch_size * args.nodes[0] % nodes:
-            parser.error(f"--batch-size {args.batch_size} cannot be shared out over {nodes} nodes: take a multiple")
+            parser.error(
+                f"--batch-size {args.batch_size} cannot be shared out over {nodes} nodes: take a multiple of {nodes}"
+            )
     return args
 
 
 def measure(args: argparse.Namespace, example: str, scaling: str, nodes: int, number: int) -> Figure:
     """Run one job, unless its results are there, and return its figure; end with one line if it fails."""
     batch_size = args.batch_size if scaling == "weak" else args.batch_size * args.nodes[0] // nodes
-    output = args.output / "jobs" / f"{example}-{scaling}-{nodes}-{number}"
-    log = output.with_suffix(".out")
+    name = f"{example}-{nodes}-nodes-batch-{batch_size}-epochs-{args.epochs}-round-{number}"
+    output, log = args.output / "jobs" / name, args.output / "jobs" / f"{name}.out"
     if not (output / "model.pt").exists():
         output.mkdir(parents=True, exist_ok=True)
         # What SLURM has set for the job that this runs in is not for the new one.
         kept = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or "SLURM" not in name}
-        options = [f"--nodes={nodes}", "--exclusive", f"--output={log}", *args.sbatch]
+        options = [f"--nodes={nodes}", "--exclusive=user", f"--output={log}", *args.sbatch]
+        options += [f"--job-name={name}", "--dependency=singleton"]  # waits for that of an earlier call, if it runs on
         words = ["--dataset", "synthetic", "--epochs", args.epochs, "--batch-size", batch_size]
-        command = ["sbatch", "--wait", "--parsable", *options, "run.slurm", *map(str, words)]
-        folder = SCRIPTS[example].parent
-        done = subprocess.run(
-            command, cwd=folder, env=kept | {"OUTPUT_DIR": str(output)}, capture_output=True, text=True
-        )
+        command = ["sbatch", "--wait", *options, "run.slurm", *map(str, words)]
+        done = subprocess.run(command, cwd=ROOT / "examples" / example, env=kept | {"OUTPUT_DIR": str(output)})
         if done.returncode or not (output / "model.pt").exists():
-            why = " ".join(done.stderr.split()) or f"see {log}"
-            sys.exit(f"scaling.py: error: {example} on {nodes} nodes failed: {why}")
+            sys.exit(f"scaling.py: error: {example} on {nodes} nodes failed: see above, and {log}")
     with open(output / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     processes = int(rows[-1]["world_size"])
-    if (steps := IMAGES // (batch_size * processes)) < 5:
-        sys.exit(f"scaling.py: error: {nodes} nodes have only {steps} steps an epoch: take a smaller --batch-size")
+    most = processes * args.nodes[-1] // nodes
+    if scaling == "weak" and IMAGES // (batch_size * most) < 5:
+        sys.exit(f"scaling.py: error: {most} processes would have under 5 steps an epoch: take a smaller --batch-size")
     rate = statistics.median(float(row["samples_per_second"]) for row in rows[1:])
     return Figure(example, scaling, nodes, processes, batch_size, number, rate)
 
@@ -143,11 +143,8 @@ def main() -> None:
     for number in range(args.rounds):
         for example in args.examples:
             for nodes in args.nodes:
-                for scaling in ("weak", "strong"):
-                    if scaling == "strong" and nodes == args.nodes[0]:  # the same work
-                        figures.append(replace(figures[-1], scaling="strong"))
-                    else:
-                        figures.append(measure(args, example, scaling, nodes, number))
+                for scaling in ("weak", "strong"):  # on the fewest nodes the same job is both
+                    figures.append(measure(args, example, scaling, nodes, number))
                     print(figures[-1], flush=True)
                     save(figures, args.output / "scaling.csv")
     curves = medians(figures)

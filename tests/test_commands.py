@@ -1,17 +1,16 @@
-"""Every command in a README is run by a test, or says in its comment what it needs.
+"""Every command in a README's bash blocks is run by a test, or says in its comment what it needs.
 
 Word for word, but for more arguments: a name for the lab, fewer epochs.
 """
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import readme
 import runs
-from launchers import LAUNCHERS
-from runs import EXAMPLES, ROOT
+from launchers import LAUNCHERS, copy_example
+from runs import ROOT
 
 NEEDS = re.compile(r"# needs (the internet|a cluster|a GPU)\b")
 JOBS, LAB, HOROVOD_JOBS = "slurm/test_jobs.py::", "slurm/test_lab.py::", "slurm/test_horovod_cpu_jobs.py::"
@@ -58,9 +57,11 @@ RUN_BY = {  # README: command: the test that runs it, or the file that does
     "examples/horovod_cpu/README.md": {
         "NP=4 OMP_NUM_THREADS=2 bash mpirun_local.sh train_lm.py": "test_horovod_cpu_mpirun.py::test_four_processes",
         'SCRIPT=train_lm.py sbatch run.slurm --text-file "$PWD/book.txt"': (
-            HOROVOD_JOBS + "test_language_model_with_staged_text"
+            HOROVOD_JOBS + "test_language_model_and_staged_images"
         ),
-        "STAGE=1 DATA_DIR=data sbatch run.slurm --dataset mnist": HOROVOD_JOBS + "test_language_model_with_staged_text",
+        "STAGE=1 DATA_DIR=data sbatch run.slurm --dataset mnist": (
+            HOROVOD_JOBS + "test_language_model_and_staged_images"
+        ),
         "salloc --nodes=2 --ntasks-per-node=2 --cpus-per-task=2": HOROVOD_JOBS + "test_in_an_allocation",
         "srun --mpi=pmix --cpus-per-task=2 python train.py --epochs 2": HOROVOD_JOBS + "test_in_an_allocation",
     },
@@ -105,9 +106,8 @@ def test_every_command(file: str) -> None:
 def test_copy_one_out(example: str, tmp_path: Path) -> None:
     """The README's block: a folder copied out of a clone of the repository trains."""
     clone = tmp_path / "clone"
-    ignore = shutil.ignore_patterns("output", "data", ".venv", "*.out", "__pycache__")
-    shutil.copytree(ROOT / "examples" / example, clone / "examples" / example, ignore=ignore)
+    copy_example(ROOT / "examples" / example, clone / "examples" / example)
     run = readme.run_block(readme.until(ROOT / "README.md", "python train.py --processes 2"), clone, HOME=str(tmp_path))
     assert "finished: test acc" in run.stdout
     assert runs.read_metrics(tmp_path / "project" / "output")[-1]["world_size"] == 2
-    assert example in EXAMPLES[0] and not (clone / "examples" / example / "output").exists()
+    assert not (clone / "examples" / example / "output").exists()

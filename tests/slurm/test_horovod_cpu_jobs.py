@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from runs import Reference
 from slurm_jobs import SETTINGS, Job, copy, submit
+from test_data_files import write_data
 
 from lab import Lab
 
 pytestmark = pytest.mark.slurm
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 500
 
 
 def assert_completed(job: Job) -> None:
@@ -36,11 +38,28 @@ def test_srun_without_pmi(example: str, source: Path, lab: Lab, tmp_path: Path) 
     assert not (folder / "output").exists()
 
 
+def test_language_model_and_staged_images(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """The README's two other jobs: train_lm.py on a text, and images that each node has first copied to its disk."""
+    folder = copy(source, tmp_path / example)
+    (folder / "book.txt").write_text(TEXT)
+    write_data(folder / "data", "mnist")
+    words = ["--text-file", str(folder / "book.txt"), "--context", "32", "--epochs", "1"]
+    book = submit(lab, example, folder, *words, SCRIPT="train_lm.py")
+    words = ["--dataset", "mnist", "--batch-size", "16", "--epochs", "1"]
+    images = submit(lab, example, folder, *words, STAGE="1", DATA_DIR="data")
+    assert_completed(book)
+    assert f"TinyGPT on {folder}/book.txt: 4 processes on 2 nodes, mpi on cpu" in book.log and "tokens/s" in book.log
+    assert_completed(images)
+    assert re.search(rf"copied data to \S+/data-{images.id} on 2 nodes in \d+ s", images.log), images.log
+    assert "ConvNet on mnist: 4 processes on 2 nodes" in images.log
+
+
+@pytest.mark.faults
 def test_language_model_with_staged_text(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """SCRIPT=train_lm.py and STAGE=1: the text is copied once per node, read there, and removed at the end."""
     folder = copy(source, tmp_path / example)
     (folder / "data").mkdir()
-    (folder / "data" / "book.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    (folder / "data" / "book.txt").write_text(TEXT)
     arguments = ["--text-file", "book.txt", "--context", "32", "--epochs", "1"]
     variables = {"SCRIPT": "train_lm.py", "STAGE": "1", "DATA_DIR": "data"}
     job = submit(lab, example, folder, *arguments, **variables)

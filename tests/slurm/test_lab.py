@@ -17,7 +17,7 @@ import pytest
 import readme
 import runs
 from runs import ROOT
-from slurm_jobs import job_processes, on_this_machine_only, slowed
+from slurm_jobs import copy, job_processes, on_this_machine_only
 
 from lab import Lab, LabError, cluster, why_not
 
@@ -174,13 +174,10 @@ def as_written(command: str, name: str, words: str = "") -> str:
     return command.replace(" up ", f" up {words} ")
 
 
-def repository(folder: Path, seconds: str) -> str:
-    """Make a folder with what the READMEs' commands for the lab need; return the words that share it with nodes.
-
-    Each epoch of its ddp_spawn lasts `seconds` longer.
-    """
+def repository(folder: Path) -> str:
+    """Make a folder with what the READMEs' commands for the lab need; return the words that share it with nodes."""
     shutil.copytree(ROOT / "lab", folder / "lab")
-    slowed(ROOT / "examples" / "ddp_spawn", folder / "examples" / "ddp_spawn", seconds)
+    copy(ROOT / "examples" / "ddp_spawn", folder / "examples" / "ddp_spawn")
     return " ".join(f"--share {path}" for path in on_this_machine_only(Path(sys.prefix)))
 
 
@@ -191,7 +188,7 @@ def run_lines(lines: list[str], folder: Path, **variables: str) -> str:
 
 def test_readme_of_the_repository(name: str, tmp_path: Path) -> None:
     """The README's block: from an environment of its own to a job that has trained."""
-    share = repository(tmp_path / "clone", "0")
+    share = repository(tmp_path / "clone")
     install = readme.until(ROOT / "README.md", "sudo python3 -m lab down")[1:]  # without apt-get
     up, submit, down = (as_written(line, name, share) for line in install[2:])
     assert run_lines([*install[:2], up, submit], tmp_path / "clone") == "Submitted batch job 1\n"
@@ -203,7 +200,7 @@ def test_readme_of_the_repository(name: str, tmp_path: Path) -> None:
 
 def test_readme(name: str, tmp_path: Path) -> None:
     """Each command in the lab's README does what stands beside it."""
-    share = repository(tmp_path / "clone", "10")
+    share = repository(tmp_path / "clone")
     _, use, damage = map(list, readme.blocks(ROOT / "lab" / "README.md"))
     for line in [*use[:-1], *damage, use[-1]]:  # `down` comes last
         printed = run_lines([as_written(line, name, share)], tmp_path / "clone", VENV=sys.prefix)
@@ -211,6 +208,8 @@ def test_readme(name: str, tmp_path: Path) -> None:
             lab = Lab.find(name)
         elif "sbatch" in line:
             lab.wait_for_job(1, "RUNNING")
+        elif "squeue" in line or "status" in line:
+            assert "node1" in printed, printed
         elif " cut " in line:
             lab.wait_for_node("node2", "down*", seconds=90)
         elif " heal " in line:

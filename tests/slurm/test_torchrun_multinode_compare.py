@@ -9,10 +9,15 @@ import pytest
 import runs
 from runs import ROOT
 
+from lab import why_not
+
 pytestmark = [pytest.mark.slurm, pytest.mark.faults]
 
 
-@pytest.mark.parametrize("name", ["compare", "slurm"])
+IN_LAB = pytest.param("slurm", marks=pytest.mark.skipif(bool(why_not()), reason=str(why_not())))
+
+
+@pytest.mark.parametrize("name", ["compare", IN_LAB])
 def test_compare(example: str, tmp_path: Path, name: str) -> None:
     """On this machine and in the lab: the same bits, five losses in a picture, plausible costs in a table."""
     words = [sys.executable, ROOT / "benchmarks" / "compare.py", "--examples", example, "--output", tmp_path]
