@@ -48,6 +48,7 @@ def run_tests(session: nox.Session, example: str, marks: str, at_once: int) -> N
         install(session, folder)
         session.install("-r", "tests/requirements.txt")
         options = [f"--example={example}", f"--folder={folder}", f"--numprocesses={at_once}", "--dist=worksteal"]
+        options += ["--durations=10", "--durations-min=5"]
         session.run("pytest", "-m", marks, *options, *session.posargs)
 
 

@@ -89,6 +89,11 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
         time.sleep(0.2)
 
 
+def heed_interrupts() -> None:
+    """Undo what a shell does to a command with `&`, these tests for example: it and all that it starts ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @dataclass
 class Run:
     """A started command: wait for it, read its lines, look for its processes, kill them."""
@@ -113,9 +118,7 @@ class Run:
             stdout=pipe,
             stderr=self.errors,
             text=True,
-            preexec_fn=lambda: signal.signal(
-                signal.SIGINT, signal.SIG_DFL
-            ),  # ignored, if a shell has `&` on these tests
+            preexec_fn=heed_interrupts,
         )
 
     def read_until(self, text: str) -> str:
