@@ -90,7 +90,7 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
 
 
 def heed_interrupts() -> None:
-    """Undo what a shell does to a command with `&`, these tests for example: it and all that it starts ignore SIGINT."""
+    """Undo what a shell does to a command with `&`, as for these tests: it and what it starts ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
