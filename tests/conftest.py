@@ -1,6 +1,7 @@
 """Fixtures: the example under test, copied out of the repository, and its undisturbed reference run."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ import readme
 import runs
 from launchers import LAUNCHERS, copy_example
 from runs import EXAMPLES, ROOT, Reference
+
+# A shell lets what it starts with `&` ignore SIGINT, and so would everything that these tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 THOROUGH = "torchrun_multinode"  # the example whose tests marked `thorough` are ordinary ones
 

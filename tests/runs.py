@@ -89,11 +89,6 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
         time.sleep(0.2)
 
 
-def heed_interrupts() -> None:
-    """Undo what a shell does to a command with `&`, as for these tests: it and what it starts ignore SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @dataclass
 class Run:
     """A started command: wait for it, read its lines, look for its processes, kill them."""
@@ -118,7 +113,6 @@ class Run:
             stdout=pipe,
             stderr=self.errors,
             text=True,
-            preexec_fn=heed_interrupts,
         )
 
     def read_until(self, text: str) -> str:
