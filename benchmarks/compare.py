@@ -90,11 +90,9 @@ def train(example: str, temporary: Path) -> Row:
 def train_in_job(example: str, temporary: Path, lab: Lab) -> Row:
     """Submit an example's run.slurm, with 4 processes of 2 threads, and return what the job was like."""
     folder = copy_example(ROOT / "examples" / example, temporary / example)
-    one_node = slurm_jobs.header(folder, "nodes") == 1
-    options, words = (("--cpus-per-task=8",), ("--processes", "4")) if one_node else ((), ())
-    job = slurm_jobs.submit(lab, example, folder, *words, options=options)
+    job = slurm_jobs.submit_four(lab, example, folder)
     first, memory = watch(job.wait_for_line, lambda: runs.workers(job.processes()))
-    slurm_jobs.assert_completed(job, 5, processes=4)
+    slurm_jobs.assert_completed(job, slurm_jobs.EPOCHS, processes=4)
     return read_row(example, folder, job.output, first, memory)
 
 

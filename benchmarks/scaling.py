@@ -121,6 +121,7 @@ def medians(figures: list[Figure]) -> dict[tuple[str, str], dict[int, float]]:
 def draw(curves: dict[tuple[str, str], dict[int, float]], path: Path) -> None:
     """Draw images per second over nodes, both axes logarithmic; dashed: as many times the first as nodes."""
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
+    ticks = sorted({nodes for rates in curves.values() for nodes in rates})
     for axis, scaling in zip(axes, ("weak", "strong"), strict=True):
         for (kind, example), rates in curves.items():
             if kind == scaling:
@@ -129,7 +130,7 @@ def draw(curves: dict[tuple[str, str], dict[int, float]], path: Path) -> None:
                 ideal = [rates[first] * nodes / first for nodes in rates]
                 axis.plot(list(rates), ideal, linestyle="--", color=line.get_color(), alpha=0.5)
         axis.set(xscale="log", yscale="log", title=f"{scaling} scaling", xlabel="nodes", ylabel="images/s")
-        axis.set_xticks(list(rates), [str(nodes) for nodes in rates])
+        axis.set_xticks(ticks, [str(nodes) for nodes in ticks])
         axis.minorticks_off()
         axis.legend()
     figure.tight_layout()

@@ -102,6 +102,15 @@ def test_every_command(file: str) -> None:
     assert set(languages) <= {"bash", "python"}, "a fence in another language, whose commands are not looked at"
 
 
+def test_a_command_without_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that the table lacks, and one whose test does not exist, are each noticed."""
+    table = RUN_BY["README.md"]
+    for changed in ({**table, "cd ~/project": "test_commands.py::test_gone"}, {"cd ~/project": table["cd ~/project"]}):
+        monkeypatch.setitem(RUN_BY, "README.md", changed)
+        with pytest.raises(AssertionError):
+            test_every_command("README.md")
+
+
 @pytest.mark.once
 def test_copy_one_out(example: str, tmp_path: Path) -> None:
     """The README's block: a folder copied out of a clone of the repository trains."""

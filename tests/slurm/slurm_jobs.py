@@ -96,6 +96,13 @@ def submit(lab: Lab, name: str, folder: Path, *arguments: str, options: tuple[st
     return Job(lab, name, folder, done.stdout.strip())
 
 
+def submit_four(lab: Lab, name: str, folder: Path, *arguments: str) -> Job:
+    """Submit run.slurm for 4 processes of 2 threads: on 2 nodes, or on one where train.py starts them itself."""
+    if header(folder, "nodes") > 1:
+        return submit(lab, name, folder, *arguments)
+    return submit(lab, name, folder, "--processes", "4", *arguments, options=("--cpus-per-task=8",))
+
+
 def header(folder: Path, option: str) -> int:
     """Return the number that run.slurm's header gives to an option."""
     value = re.search(rf"^#SBATCH --{option}=(\d+)", (folder / "run.slurm").read_text(), re.MULTILINE)

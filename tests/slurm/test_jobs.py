@@ -19,6 +19,7 @@ from slurm_jobs import (
     kill,
     slowed,
     submit,
+    submit_four,
     undisturbed_folder,
 )
 
@@ -119,11 +120,10 @@ def test_as_one_process(example: str, source: Path, lab: Lab, tmp_path: Path) ->
     launcher = LAUNCHERS[example]
     precision = "fp64" if launcher.fp64 else "fp32"
     words = f"--precision {precision} --epochs 2 --batch-size".split()
-    four = ["--processes", "4"] if header(source, "nodes") == 1 else []
-    job = submit(lab, example, copy(source, tmp_path / "job" / example), *four, *words, "24")
+    job = submit_four(lab, example, copy(source, tmp_path / "job" / example), *words, "24")
     folder = copy(source, tmp_path / "one" / example)
     runs.train(example, folder, 1, *words, 96)
-    assert job.wait().shown["JobState"] == "COMPLETED", job.log
+    assert_completed(job, 2, processes=4)
     (ours, *_), (theirs, *_) = (runs.read_metrics(output) for output in (job.output, folder / "output"))
     assert (ours["world_size"], theirs["world_size"]) == (4, 1)
     if launcher.fp64:
