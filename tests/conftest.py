@@ -13,7 +13,8 @@ from runs import EXAMPLES, ROOT, Reference
 # A shell lets what it starts with `&` ignore SIGINT, and so would everything that these tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-THOROUGH = "torchrun_multinode"  # the example whose tests marked `thorough` are ordinary ones
+# Whose tests marked `thorough` are ordinary ones: the fastest to start; on SLURM the one that promises most.
+THOROUGH, THOROUGH_ON_SLURM = "ddp_spawn", "torchrun_multinode"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,7 +41,8 @@ def belongs(item: pytest.Item, first: bool) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests of other examples, and put off what takes long and is much the same with each."""
     for item in items:
-        if item.get_closest_marker("thorough") and item.callspec.params["example"] != THOROUGH:
+        chosen = THOROUGH_ON_SLURM if item.get_closest_marker("slurm") else THOROUGH
+        if item.get_closest_marker("thorough") and item.callspec.params["example"] != chosen:
             item.add_marker("faults")
     first = EXAMPLES[0] in (config.getoption("example") or EXAMPLES)
     items[:] = [item for item in items if belongs(item, first)]
@@ -69,10 +71,10 @@ def common_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(example: str, source: Path, common_folder: Path) -> Reference:
     """Run what the README says under "Run locally", word for word, once, in a fresh copy."""
 
-    def make(folder: Path) -> Reference:
+    def make(folder: Path) -> list[Reference]:
         copy_example(source, folder)
         local = " ".join(LAUNCHERS[example].command(2))
         run = readme.run_block(readme.until(folder / "README.md", local), folder)
-        return Reference(folder / "output", run.stdout, run.stderr)
+        return [Reference(folder / "output", run.stdout, run.stderr)]
 
-    return runs.reference(common_folder / f"reference-{example}", make)
+    return runs.references(common_folder / f"reference-{example}", make)[0]

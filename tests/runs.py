@@ -174,15 +174,14 @@ class Reference:
     stderr: str = ""
 
 
-def reference(folder: Path, make: Callable[[Path], Reference]) -> Reference:
-    """Have make(folder) do the reference run, unless another of the tests' workers has done, or does so just now."""
+def references(folder: Path, make: Callable[[Path], list[Reference]]) -> list[Reference]:
+    """Have make(folder) do the reference runs, unless another of the tests' workers has done, or does so just now."""
     record = Path(f"{folder}.json")
     with FileLock(f"{folder}.lock"):
         if record.exists():
-            output, *printed = json.loads(record.read_text())
-            return Reference(Path(output), *printed)
+            return [Reference(Path(output), *printed) for output, *printed in json.loads(record.read_text())]
         made = make(folder)
-        record.write_text(json.dumps([str(made.output), made.stdout, made.stderr]))
+        record.write_text(json.dumps([[str(one.output), one.stdout, one.stderr] for one in made]))
         return made
 
 

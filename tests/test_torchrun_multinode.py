@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import runs
 import torch
 from runs import Reference
@@ -54,6 +55,7 @@ def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -
     runs.assert_same_run(folder / "output", reference.output)
 
 
+@pytest.mark.faults  # slurm/test_jobs.py does nearly the same, from the end of an epoch
 def test_worker_killed_and_started_again(example: str, folder: Path, reference: Reference) -> None:
     """SIGKILL to one worker in mid-epoch: torchrun starts the group again, which continues from that epoch's steps."""
     run = restarting(folder, "--checkpoint-every", "1")
@@ -76,12 +78,18 @@ def test_restart_is_no_permission(example: str, folder: Path, reference: Referen
 
 
 COUNTING = """
+import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 def hook(group, bucket):
     with open("exchanges", "a") as file:
         file.write(".")
     return default_hooks.allreduce_hook(group, bucket)
+
+def clip(parameters, limit):
+    norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+    with open("norms", "a") as file:
+        print(norm.item(), file=file)
 """
 
 
@@ -91,23 +99,26 @@ def test_accumulate(example: str, folder: Path) -> None:
     line = "    describe(args, device, checkpoint)\n"
     count = "    replica.register_comm_hook(None, __import__('counting').hook)\n"
     runs.edit(folder / "train.py", line, count + line)
-    models, exchanges = {}, {}
+    runs.edit(folder / "train.py", "torch.nn.utils.clip_grad_norm_(", "__import__('counting').clip(")
+    models, exchanges, norms = {}, {}, {}
     arguments = {"accumulated": "--batch-size 16 --accumulate 2", "whole": "--batch-size 32"}
     for name, words in arguments.items():
-        arguments[name] = f"{words} --clip-norm 0.5"
-    arguments["not clipped"] = "--batch-size 32"
-    for name, words in arguments.items():
-        common = ["--precision", "fp64", "--epochs", 1, "--output-dir", name]
+        common = ["--clip-norm", 0.5, "--precision", "fp64", "--epochs", 1, "--output-dir", name]
         run = runs.train(example, folder, 2, *words.split(), *common)
         assert "global batch 64" in run.stdout
         models[name] = runs.read_model(folder / name)
         exchanges[name] = (folder / "exchanges").stat().st_size
+        norms[name] = sorted(map(float, (folder / "norms").read_text().split()))
         (folder / "exchanges").unlink()
+        (folder / "norms").unlink()
     assert runs.largest_difference(models["accumulated"], models["whole"]) < 1e-9
-    assert runs.largest_difference(models["not clipped"], models["whole"]) > 1e-6
     assert exchanges["accumulated"] == exchanges["whole"] > 0
+    assert norms["accumulated"] == pytest.approx(norms["whole"], rel=1e-9)
+    steps = 2 * (1438 // 64)  # both processes have noted each of theirs
+    assert len(norms["whole"]) == steps and norms["whole"][0] < norms["whole"][-1] > 0.5  # some steps were clipped
 
 
+@pytest.mark.faults
 def test_gradient_checkpointing(example: str, folder: Path, reference: Reference) -> None:
     """The README's edit, made to the model's first layer: what is computed again has the same bits."""
     line, models = "from torch.utils.checkpoint import checkpoint", folder / "common" / "models.py"
@@ -127,6 +138,7 @@ def test_torchrun_killed(example: str, folder: Path) -> None:
     run.wait(10)
 
 
+@pytest.mark.faults  # slurm/test_faults.py does the same to a job
 def test_output_folder_removed(example: str, folder: Path) -> None:
     """A checkpoint that cannot be written, in the background, ends the run with one clear line."""
     run = runs.start(example, folder, 2)

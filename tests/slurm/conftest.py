@@ -1,4 +1,4 @@
-"""The fixtures: a SLURM of two nodes on this machine, and the job that others are compared with."""
+"""The fixtures: a SLURM of two nodes on this machine, and the jobs that others are compared with."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ from slurm_jobs import (
     copy,
     on_this_machine_only,
     submit,
-    undisturbed_folder,
+    two_processes,
 )
 
 from lab import Lab, why_not
@@ -35,12 +35,31 @@ def lab(common_folder: Path) -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(example: str, source: Path, lab: Lab, common_folder: Path) -> Callable[[], Reference]:
-    """A function that returns what the shipped job leaves: called last, since it runs that job if none has yet."""
+def both(example: str, source: Path, lab: Lab, common_folder: Path) -> Callable[[], list[Reference]]:
+    """A function that returns what two jobs leave, run at once in one folder: as shipped, and with 2 processes.
 
-    def make(folder: Path) -> Reference:
-        job = submit(lab, example, copy(source, folder / example), options=(all_nodes(source),))
-        assert_completed(job, EPOCHS)
-        return Reference(job.output, job.log)
+    The lab's GPUs, which the second job asks for, are stand-ins: CUDA finds none, and it trains on CPU.
+    """
 
-    return lambda: runs.reference(undisturbed_folder(common_folder), make)
+    def make(folder: Path) -> list[Reference]:
+        copied = copy(source, folder / example)
+        shipped = submit(lab, example, copied, options=(all_nodes(source),))
+        small = submit(lab, example, copied, options=two_processes(source))
+        assert_completed(shipped, EPOCHS)
+        assert_completed(small, EPOCHS, processes=2)
+        assert "gpu:" in small.shown["TresPerNode"]
+        return [Reference(job.output, job.log) for job in (shipped, small)]
+
+    return lambda: runs.references(common_folder / "undisturbed", make)
+
+
+@pytest.fixture(scope="session")
+def shipped(both: Callable[[], list[Reference]]) -> Callable[[], Reference]:
+    """A function that returns what run.slurm leaves as it is; called last, since it may have to run the job."""
+    return lambda: both()[0]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(both: Callable[[], list[Reference]]) -> Callable[[], Reference]:
+    """A function that returns what a job with 2 processes leaves; called last, since it may have to run the job."""
+    return lambda: both()[1]

@@ -124,14 +124,18 @@ def copy(source: Path, target: Path) -> Path:
     return launchers.copy_example(source, target)
 
 
-def undisturbed_folder(common_folder: Path) -> Path:
-    """Return where the shipped job's results are kept for all tests: see runs.reference."""
-    return common_folder / "undisturbed"
-
-
 def all_nodes(folder: Path) -> str:
     """Return the option that gives a job the first nodes of the lab, as many as its header asks for."""
     return f"--nodelist=node[1-{header(folder, 'nodes')}]"
+
+
+def two_processes(folder: Path) -> tuple[str, ...]:
+    """Return the options that give a job 2 processes of one thread, on all nodes that its header asks for.
+
+    Each start of a process takes a core 10 s. So what a fault does to a job is tested with as few as there can be.
+    """
+    each = 2 // header(folder, "nodes")
+    return (all_nodes(folder), "--ntasks-per-node=1", f"--gpus-per-node={each}", f"--cpus-per-task={each}")
 
 
 def assert_completed(job: Job, epochs: int, processes: int | None = None) -> None:
@@ -145,11 +149,15 @@ def assert_completed(job: Job, epochs: int, processes: int | None = None) -> Non
     assert runs.read_model(job.output)
 
 
-def kill(job: Job, victim: str) -> None:
-    """Send SIGKILL to one of a job's workers, or to what has started the workers."""
-    workers = runs.workers(job.processes())
-    launchers = set(runs.with_torch(job.processes())) - set(workers)
-    os.kill(max(workers) if victim == "worker" else min(launchers or workers), signal.SIGKILL)
+def kill_worker(job: Job) -> None:
+    """Send SIGKILL to one of a job's workers."""
+    os.kill(max(runs.workers(job.processes())), signal.SIGKILL)
+
+
+def starters(job: Job) -> list[int]:
+    """Return the ids of a job's processes that have torch loaded and have started the workers, one on each node."""
+    loaded = list(runs.with_torch(job.processes()))
+    return sorted(set(loaded).difference(runs.workers(loaded)))
 
 
 def assert_failed(job: Job, seconds: float = 60) -> None:

@@ -18,16 +18,17 @@ from runs import EXAMPLES, ROOT, Reference
 from slurm_jobs import (
     CPUS,
     EPOCHS,
+    GPUS,
     NODES,
     Job,
-    all_nodes,
     assert_completed,
     assert_failed,
     header,
-    kill,
+    kill_worker,
     on_this_machine_only,
     slowed,
     submit,
+    two_processes,
 )
 
 from lab import Lab, why_not
@@ -51,7 +52,7 @@ def disk(common_folder: Path) -> Iterator[Path]:
 def fragile(disk: Path, common_folder: Path) -> Iterator[Lab]:
     """A lab of this module's own, since its nodes are cut off and stopped; all of them see the small disk."""
     shared = on_this_machine_only(common_folder, Path(sys.prefix))
-    with Lab(NODES, CPUS, name=f"fragile{os.getpid()}", share=shared) as lab:
+    with Lab(NODES, CPUS, GPUS, name=f"fragile{os.getpid()}", share=shared) as lab:
         yield lab
 
 
@@ -86,10 +87,8 @@ def truncate(job: Job) -> None:
     """End the job, cut its checkpoint in half, and start it again."""
     kill_all(job)
     assert_failed(job)
-    checkpoints = list(job.output.glob(LAUNCHERS[job.name].checkpoint))
-    for path in checkpoints:
+    for path in job.output.glob(LAUNCHERS[job.name].checkpoint):
         os.truncate(path, path.stat().st_size // 2)
-    assert checkpoints
     job.lab.requeue(job.id)
     runs.wait_until(lambda: not job.ended, 30, "the job's return to the queue")
 
@@ -129,17 +128,15 @@ class Fault:
 
 
 FAULTS = {
-    "SIGKILL to one process": Fault(lambda job: kill(job, "worker"), "(SIGKILL|Killed)", retried=True, elsewhere=True),
+    "SIGKILL to one process": Fault(kill_worker, "(SIGKILL|Killed)", retried=True, elsewhere=True),
     "SIGKILL to all processes": Fault(kill_all, "(SIGKILL|Killed)", elsewhere=True),
     "time limit": Fault(lambda job: job.lab.timelimit(job.id), goes_on=True, elsewhere=True),
     "preempted": Fault(lambda job: job.lab.requeue(job.id), goes_on=True, elsewhere=True),
     "network of a node lost": Fault(cut, goes_on=None, sleep=30),
     "`slurmd` of a node stopped": Fault(stop_slurmd, goes_on=True, sleep=30),
     "disk full": Fault(fill, "cannot write .*No space left", lambda job: (job.output.parent / "full").unlink()),
-    "checkpoint truncated": Fault(truncate, "is damaged", move_away, anew=True, elsewhere=True),
-    "output folder removed": Fault(
-        remove_output, "cannot write .*No such file", retried=True, anew=True, elsewhere=True
-    ),
+    "checkpoint truncated": Fault(truncate, "is damaged", move_away, anew=True),
+    "output folder removed": Fault(remove_output, "cannot write .*No such file", retried=True, anew=True),
 }
 CELLS = [pytest.param(fault, marks=[pytest.mark.faults] * row.elsewhere) for fault, row in FAULTS.items()]
 
@@ -183,8 +180,10 @@ def test_fault(
     if fault == "disk full":
         (disk / example).mkdir()
         (folder / "output").symlink_to(disk / example)
-    job = submit(fragile, example, folder, "--timeout", "20", options=(all_nodes(source),))
+    job = submit(fragile, example, folder, "--timeout", "20", options=two_processes(source))
     job.wait_for_line("epoch  1/")
+    saved = LAUNCHERS[example].checkpoint
+    runs.wait_until(lambda: [*job.output.glob(saved)], 30, "the checkpoint, which may be written in the background")
     start, before = time.monotonic(), len(job.log)
     row.inflict(job)
     going_on = goes_on(fault, example)
@@ -198,6 +197,6 @@ def test_fault(
         print(f"{fault}: failed {time.monotonic() - start:.0f} s later")
         row.mend(job)
         fragile.requeue(job.id)
-    assert_completed(job, EPOCHS)
+    assert_completed(job, EPOCHS, processes=2)
     assert job.log.count("ConvNet on digits") >= 2 and ("continuing after epoch" in job.log) != row.anew
     runs.assert_same_run(job.output, undisturbed().output)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from runs import Reference
-from slurm_jobs import SETTINGS, Job, copy, submit
+from slurm_jobs import SETTINGS, Job, copy, submit, two_processes
 from test_data_files import write_data
 
 from lab import Lab
@@ -21,9 +21,9 @@ def assert_completed(job: Job) -> None:
     assert job.shown["JobState"] == "COMPLETED", f"{job.shown}\n{job.log}"
 
 
-def test_mpi_on_two_nodes(undisturbed: Callable[[], Reference]) -> None:
+def test_mpi_on_two_nodes(shipped: Callable[[], Reference]) -> None:
     """The shipped script: 4 ranks on 2 nodes over MPI, with the cores that SLURM has given to each."""
-    log = undisturbed().stdout
+    log = shipped().stdout
     assert "ConvNet on digits: 4 processes on 2 nodes, mpi on cpu, 2 threads each, global batch 256" in log
 
 
@@ -44,14 +44,15 @@ def test_language_model_and_staged_images(example: str, source: Path, lab: Lab, 
     (folder / "book.txt").write_text(TEXT)
     write_data(folder / "data", "mnist")
     words = ["--text-file", str(folder / "book.txt"), "--context", "32", "--epochs", "1"]
-    book = submit(lab, example, folder, *words, SCRIPT="train_lm.py")
+    few = two_processes(source)
+    book = submit(lab, example, folder, *words, options=few, SCRIPT="train_lm.py")
     words = ["--dataset", "mnist", "--batch-size", "16", "--epochs", "1"]
-    images = submit(lab, example, folder, *words, STAGE="1", DATA_DIR="data")
+    images = submit(lab, example, folder, *words, options=few, STAGE="1", DATA_DIR="data")
     assert_completed(book)
-    assert f"TinyGPT on {folder}/book.txt: 4 processes on 2 nodes, mpi on cpu" in book.log and "tokens/s" in book.log
+    assert f"TinyGPT on {folder}/book.txt: 2 processes on 2 nodes, mpi on cpu" in book.log and "tokens/s" in book.log
     assert_completed(images)
     assert re.search(rf"copied data to \S+/data-{images.id} on 2 nodes in \d+ s", images.log), images.log
-    assert "ConvNet on mnist: 4 processes on 2 nodes" in images.log
+    assert "ConvNet on mnist: 2 processes on 2 nodes" in images.log
 
 
 @pytest.mark.faults

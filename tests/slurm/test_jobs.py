@@ -1,6 +1,8 @@
 """Every shipped run.slurm, unmodified, on a real SLURM: it completes, requeues, fails and ends as promised."""
 
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,16 +13,17 @@ from runs import Reference
 from slurm_jobs import (
     EPOCHS,
     NODES,
-    all_nodes,
+    Job,
     assert_completed,
     assert_failed,
     copy,
     header,
-    kill,
+    kill_worker,
     slowed,
+    starters,
     submit,
     submit_four,
-    undisturbed_folder,
+    two_processes,
 )
 
 from lab import Lab
@@ -28,25 +31,13 @@ from lab import Lab
 pytestmark = pytest.mark.slurm
 
 
-def test_two_jobs_at_once(example: str, source: Path, lab: Lab, common_folder: Path, tmp_path: Path) -> None:
-    """Two jobs in one folder and on the same nodes both complete; asking for GPUs is all that it takes.
-
-    The lab's GPUs are stand-ins: CUDA finds none, and the job trains on CPU. That job is preempted in mid-run: it
-    starts again by itself, continues, and ends with the same bits as the other; its log goes on.
-    """
-    folder = copy(source, tmp_path / example)
-    job = submit(lab, example, folder, options=(all_nodes(source), "--gpus-per-node=2"))
-    plain = submit(lab, example, folder, options=(all_nodes(source),))
-    job.wait_for_line("epoch  1/")
-    lab.requeue(job.id)
-    assert_completed(plain, EPOCHS)
-    runs.reference(undisturbed_folder(common_folder), lambda _: Reference(plain.output, plain.log))  # for other tests
-    assert_completed(job, EPOCHS)
-    assert "gpu:2" in job.shown["TresPerNode"] and " on cpu, " in job.log
-    assert job.shown["Restarts"] == "1"
-    assert job.log.count("ConvNet on digits") == 2 and "continuing after epoch" in job.log
-    assert runs.read_metrics(job.output)[-1]["test_accuracy"] >= 0.95
-    runs.assert_same_run(job.output, plain.output)
+def test_two_jobs_at_once(shipped: Callable[[], Reference], undisturbed: Callable[[], Reference]) -> None:
+    """Two jobs in one folder and on the same nodes both complete; asking for GPUs is all that it takes."""
+    outputs = [job().output for job in (shipped, undisturbed)]
+    assert len(set(outputs)) == 2 and outputs[0].parent == outputs[1].parent
+    for output in outputs:
+        assert runs.read_metrics(output)[-1]["test_accuracy"] >= 0.95
+    assert " on cpu, " in undisturbed().stdout
 
 
 BROKEN = {
@@ -100,12 +91,12 @@ def test_nodes(lab: Lab, example: str, source: Path) -> None:
 def test_time_limit(example: str, source: Path, lab: Lab, tmp_path: Path, undisturbed: Callable[[], Reference]) -> None:
     """A run that reaches its time limit requeues itself, continues, and ends with the same bits."""
     sleep = "20 * ('SLURM_RESTART_COUNT' not in os.environ)"  # until it is requeued
-    job = submit(lab, example, slowed(source, tmp_path / example, sleep))
+    job = submit(lab, example, slowed(source, tmp_path / example, sleep), options=two_processes(source))
     job.wait_for_line("epoch  1/")
     job.limit_time(60)
     runs.wait_until(lambda: job.shown["Restarts"] == "1", 180, "the requeue near the time limit")
     job.limit_time(3600)
-    assert_completed(job, EPOCHS)
+    assert_completed(job, EPOCHS, processes=2)
     assert job.shown["Restarts"] == "1"
     assert f"requeueing job {job.id}" in job.log and "continuing after epoch" in job.log
     runs.assert_same_run(job.output, undisturbed().output)
@@ -131,28 +122,38 @@ def test_as_one_process(example: str, source: Path, lab: Lab, tmp_path: Path) ->
     assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-9 if launcher.fp64 else 1e-3)
 
 
-def test_killed_process(
+def test_preempted_and_killed(
     example: str, source: Path, lab: Lab, tmp_path: Path, undisturbed: Callable[[], Reference]
 ) -> None:
-    """SIGKILL to a worker: the job fails; requeued, it continues. The same with what started the workers.
+    """A preempted job starts again by itself and continues; its log goes on. SIGKILL to a worker: the job fails.
 
-    In the end it has the same bits. A launcher that starts a dead worker again needs no requeue.
+    Requeued, it continues. The same with what started the workers, where srun does not. In the end it has the same
+    bits. A launcher that starts a dead worker again needs no requeue.
     """
     recovers = LAUNCHERS[example].job_recovers
-    job = submit(lab, example, slowed(source, tmp_path / example, "2"))
+    job = submit(lab, example, slowed(source, tmp_path / example, "2"), options=two_processes(source))
     job.wait_for_line("epoch  1/")
-    kill(job, "worker")
+    lab.requeue(job.id)
+    wait_for_progress(job, starts=2)
+    assert job.shown["Restarts"] == "1"
+    kill_worker(job)
     if not recovers:
         assert_failed(job)
         lab.requeue(job.id)
-    job.wait_for_line("continuing after epoch")
-    continued = len(job.log)
-    runs.wait_until(lambda: "train loss" in job.log[continued:], 90, "an epoch after the first kill")
-    assert job.shown["Restarts"] == str(int(not recovers))
+    wait_for_progress(job, starts=3)
+    assert job.shown["Restarts"] == str(1 + (not recovers))
     assert not recovers or "exitcode: -9" in job.log
-    kill(job, "launcher")
-    assert_failed(job)
-    lab.requeue(job.id)
-    assert_completed(job, EPOCHS)
-    assert job.log.count("ConvNet on digits") == 3 and ("SIGKILL" in job.log or "Killed" in job.log)
+    if above := starters(job):
+        os.kill(above[0], signal.SIGKILL)
+        assert_failed(job)
+        lab.requeue(job.id)
+    assert_completed(job, EPOCHS, processes=2)
+    assert job.log.count("ConvNet on digits") == 3 + bool(above) and ("SIGKILL" in job.log or "Killed" in job.log)
     runs.assert_same_run(job.output, undisturbed().output)
+
+
+def wait_for_progress(job: Job, starts: int) -> None:
+    """Wait until a job has started so many times, has continued, and done an epoch since."""
+    since = "continuing after epoch"
+    runs.wait_until(lambda: job.log.count(since) == starts - 1, 180, f"start {starts} of job {job.id}:\n{job.log}")
+    runs.wait_until(lambda: "train loss" in job.log.rpartition(since)[2], 90, "an epoch after it")

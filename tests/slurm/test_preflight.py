@@ -145,7 +145,9 @@ def test_wrong_counts(place: Place) -> None:
 
 
 @needs_lab
-@pytest.mark.parametrize("options", [["--ntasks-per-node=2"], ["--ntasks=3", "--ntasks-per-node=2"]])
+@pytest.mark.parametrize(
+    "options", [["--ntasks-per-node=2"], pytest.param(["--ntasks=3", "--ntasks-per-node=2"], marks=pytest.mark.faults)]
+)
 def test_tasks_for_per_node(place: Place, options: list[str]) -> None:
     run = place.run(*options)
     assert run.failed == {"tasks"} and run.status == 1, run.log
@@ -237,7 +239,7 @@ def test_bad_option(place: Place) -> None:
 
 
 @needs_lab
-@pytest.mark.parametrize("where", ["node1", "node2"])
+@pytest.mark.parametrize("where", ["node1", pytest.param("node2", marks=pytest.mark.faults)])
 def test_loopback_answer(where: str) -> None:
     """On a node, the name of node1 is a loopback address: its own line in /etc/hosts, or another node's."""
     for place in make(f"preloop{where[-1]}", hosts={where: {"node1": "127.0.1.1"}}):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import runs
 from runs import Reference
-from slurm_jobs import CPUS, NODES, Job, copy, on_this_machine_only, submit
+from slurm_jobs import CPUS, GPUS, NODES, Job, copy, on_this_machine_only, submit, two_processes
 
 from lab import Lab
 
@@ -27,7 +27,7 @@ PARTITIONS = [
 def other_lab(lab: Lab, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Lab]:
     """A lab of this test's own, made with the keyword arguments that the test gives as its parameter."""
     shared = on_this_machine_only(tmp_path.parent, Path(sys.prefix))
-    with Lab(NODES, CPUS, name=f"other{os.getpid()}", share=shared, **getattr(request, "param", {})) as other:
+    with Lab(NODES, CPUS, GPUS, name=f"other{os.getpid()}", share=shared, **getattr(request, "param", {})) as other:
         yield other
 
 
@@ -40,7 +40,12 @@ def assert_stopped_once(job: Job) -> None:
     step, epoch = map(int, stops[0])
     assert job.log.count(f"run.slurm: requeueing job {job.id}") == 1
     assert f"continuing after epoch {epoch - 1} of 5, step {step}" in job.log
-    assert "ranks: node1 0, 1; node2 2, 3" in job.log
+
+
+def test_ranks_by_node(shipped: Callable[[], Reference], undisturbed: Callable[[], Reference]) -> None:
+    """The second line of a log says which processes are on which node."""
+    assert "ranks: node1 0, 1; node2 2, 3" in shipped().stdout
+    assert "ranks: node1 0; node2 1" in undisturbed().stdout
 
 
 @pytest.mark.faults
@@ -48,7 +53,7 @@ def test_stopped_by_usr1(
     lab: Lab, example: str, source: Path, undisturbed: Callable[[], Reference], tmp_path: Path
 ) -> None:
     """USR1 in mid-epoch, as before the time limit: one agreed step, requeue, continuation, the same bits."""
-    job = submit(lab, example, copy(source, tmp_path / example))
+    job = submit(lab, example, copy(source, tmp_path / example), options=two_processes(source))
     job.wait_for_line("epoch  1/")
     lab.timelimit(job.id)
     assert_stopped_once(job)
@@ -85,7 +90,8 @@ def test_preempted(
 
     A job that its user cancels stops in the same way, and stays cancelled.
     """
-    job = submit(other_lab, example, copy(source, tmp_path / "job" / example), options=("--partition=low",))
+    low = ("--partition=low", *two_processes(source))
+    job = submit(other_lab, example, copy(source, tmp_path / "job" / example), options=low)
     job.wait_for_line("epoch  1/")
     words = ["sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 5"]
     urgent = other_lab.run(words, cwd=tmp_path).stdout.strip()
@@ -93,7 +99,7 @@ def test_preempted(
     assert other_lab.job(urgent)["JobState"] == "COMPLETED"
     runs.assert_same_run(job.output, undisturbed().output)
 
-    cancelled = submit(other_lab, example, copy(source, tmp_path / "cancelled" / example))
+    cancelled = submit(other_lab, example, copy(source, tmp_path / "cancelled" / example), options=low)
     cancelled.wait_for_line("epoch  1/")
     cancelled.cancel()
     assert cancelled.shown["JobState"] == "CANCELLED" and "requeueing" not in cancelled.log
