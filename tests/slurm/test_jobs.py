@@ -155,5 +155,5 @@ def test_preempted_and_killed(
 def wait_for_progress(job: Job, starts: int) -> None:
     """Wait until a job has started so many times, has continued, and done an epoch since."""
     since = "continuing after epoch"
-    runs.wait_until(lambda: job.log.count(since) == starts - 1, 180, f"start {starts} of job {job.id}:\n{job.log}")
-    runs.wait_until(lambda: "train loss" in job.log.rpartition(since)[2], 90, "an epoch after it")
+    runs.wait_until(lambda: job.log.count(since) == starts - 1, 180, f"start {starts} of job {job.id} in {job.folder}")
+    runs.wait_until(lambda: "train loss" in job.log.rpartition(since)[2], 90, f"an epoch after it in {job.folder}")
