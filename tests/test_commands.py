@@ -1,6 +1,6 @@
 """Every command in a README's bash blocks is run by a test, or says in its comment what it needs.
 
-Word for word, but for more arguments: a name for the lab, fewer epochs.
+Word for word, but for more arguments: a name for the lab, fewer epochs, fewer processes in a job.
 """
 
 import re
@@ -13,7 +13,7 @@ from launchers import LAUNCHERS, copy_example
 from runs import ROOT
 
 NEEDS = re.compile(r"# needs (the internet|a cluster|a GPU)\b")
-JOBS, LAB, HOROVOD_JOBS = "slurm/test_jobs.py::", "slurm/test_lab.py::", "slurm/test_horovod_cpu_jobs.py::"
+LAB, HOROVOD_JOBS = "slurm/test_lab.py::", "slurm/test_horovod_cpu_jobs.py::"
 APT = "sudo apt-get install --no-install-recommends slurm-wlm munge iproute2 openmpi-bin libpmix-dev"
 READMES = [path for pattern in ("*.md", "*/*.md", "examples/*/*.md") for path in sorted(ROOT.glob(pattern))]
 RUN_BY = {  # README: command: the test that runs it, or the file that does
@@ -79,7 +79,7 @@ def run_by(file: str) -> dict[str, str]:
         local = " ".join(LAUNCHERS[Path(file).parent.name].command(2))
         table |= dict.fromkeys(readme.until(ROOT / file, local), "conftest.py::reference")
         if not any(command.startswith("sbatch") for command in table):
-            table["sbatch run.slurm"] = JOBS + "test_two_jobs_at_once"
+            table["sbatch run.slurm"] = "slurm/conftest.py::both"
     return table
 
 

@@ -50,7 +50,7 @@ def both(example: str, source: Path, lab: Lab, common_folder: Path) -> Callable[
         assert "gpu:" in small.shown["TresPerNode"]
         return [Reference(job.output, job.log) for job in (shipped, small)]
 
-    return lambda: runs.references(common_folder / "undisturbed", make)
+    return lambda: runs.references(common_folder / f"undisturbed-{example}", make)
 
 
 @pytest.fixture(scope="session")

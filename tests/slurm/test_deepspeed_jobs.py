@@ -21,7 +21,7 @@ def test_stage_3_on_two_nodes(
     shipped: Callable[[], Reference],
     undisturbed: Callable[[], Reference],
 ) -> None:
-    """The README's job at stage 3, one process on each of 2 nodes: half of the state each, stage 0's bits, no ssh."""
+    """The README's job at stage 3, one process on each of 2 nodes: a shard of its own each, stage 0's bits, no ssh."""
     folder = copy(source, tmp_path / example)
     job = submit(lab, example, folder, "--zero-stage", "3", options=two_processes(source))
     assert_completed(job, EPOCHS, processes=2)
@@ -32,6 +32,18 @@ def test_stage_3_on_two_nodes(
     for stage, (log, line) in where.items():
         assert f"ConvNet on digits: {line}, gloo on cpu" in log
         assert f"ds_config.json: ZeRO stage {stage}, fp32" in log and "ssh" not in log
+
+
+@pytest.mark.faults
+def test_stage_3_with_four_processes(
+    example: str, source: Path, lab: Lab, tmp_path: Path, shipped: Callable[[], Reference]
+) -> None:
+    """Two processes on each node. The order of a sum counts then: the first epoch's loss is compared, not the bits."""
+    job = submit(lab, example, copy(source, tmp_path / example), "--zero-stage", "3", "--epochs", "2")
+    assert_completed(job, 2)
+    assert len(list(job.output.glob("checkpoint/epoch2/*optim_states.pt"))) == 4
+    losses = [runs.read_metrics(output)[0]["train_loss"] for output in (job.output, shipped().output)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_wrong_number_of_tasks(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:

@@ -44,15 +44,14 @@ def test_language_model_and_staged_images(example: str, source: Path, lab: Lab, 
     (folder / "book.txt").write_text(TEXT)
     write_data(folder / "data", "mnist")
     words = ["--text-file", str(folder / "book.txt"), "--context", "32", "--epochs", "1"]
-    few = two_processes(source)
-    book = submit(lab, example, folder, *words, options=few, SCRIPT="train_lm.py")
+    book = submit(lab, example, folder, *words, options=two_processes(source), SCRIPT="train_lm.py")
     words = ["--dataset", "mnist", "--batch-size", "16", "--epochs", "1"]
-    images = submit(lab, example, folder, *words, options=few, STAGE="1", DATA_DIR="data")
+    images = submit(lab, example, folder, *words, STAGE="1", DATA_DIR="data")
     assert_completed(book)
     assert f"TinyGPT on {folder}/book.txt: 2 processes on 2 nodes, mpi on cpu" in book.log and "tokens/s" in book.log
     assert_completed(images)
     assert re.search(rf"copied data to \S+/data-{images.id} on 2 nodes in \d+ s", images.log), images.log
-    assert "ConvNet on mnist: 2 processes on 2 nodes" in images.log
+    assert "ConvNet on mnist: 4 processes on 2 nodes" in images.log
 
 
 @pytest.mark.faults

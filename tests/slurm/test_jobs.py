@@ -14,6 +14,7 @@ from slurm_jobs import (
     EPOCHS,
     NODES,
     Job,
+    all_nodes,
     assert_completed,
     assert_failed,
     copy,
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.slurm
 
 
 def test_two_jobs_at_once(shipped: Callable[[], Reference], undisturbed: Callable[[], Reference]) -> None:
-    """Two jobs in one folder and on the same nodes both complete; asking for GPUs is all that it takes."""
+    """Two jobs in one folder and on the same nodes both complete: the shipped one, and one that asks for GPUs."""
     outputs = [job().output for job in (shipped, undisturbed)]
     assert len(set(outputs)) == 2 and outputs[0].parent == outputs[1].parent
     for output in outputs:
@@ -88,18 +89,18 @@ def test_nodes(lab: Lab, example: str, source: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_time_limit(example: str, source: Path, lab: Lab, tmp_path: Path, undisturbed: Callable[[], Reference]) -> None:
+def test_time_limit(example: str, source: Path, lab: Lab, tmp_path: Path, shipped: Callable[[], Reference]) -> None:
     """A run that reaches its time limit requeues itself, continues, and ends with the same bits."""
     sleep = "20 * ('SLURM_RESTART_COUNT' not in os.environ)"  # until it is requeued
-    job = submit(lab, example, slowed(source, tmp_path / example, sleep), options=two_processes(source))
+    job = submit(lab, example, slowed(source, tmp_path / example, sleep), options=(all_nodes(source),))
     job.wait_for_line("epoch  1/")
     job.limit_time(60)
     runs.wait_until(lambda: job.shown["Restarts"] == "1", 180, "the requeue near the time limit")
     job.limit_time(3600)
-    assert_completed(job, EPOCHS, processes=2)
+    assert_completed(job, EPOCHS)
     assert job.shown["Restarts"] == "1"
     assert f"requeueing job {job.id}" in job.log and "continuing after epoch" in job.log
-    runs.assert_same_run(job.output, undisturbed().output)
+    runs.assert_same_run(job.output, shipped().output)
 
 
 @pytest.mark.thorough
@@ -143,7 +144,9 @@ def test_preempted_and_killed(
     wait_for_progress(job, starts=3)
     assert job.shown["Restarts"] == str(1 + (not recovers))
     assert not recovers or "exitcode: -9" in job.log
-    if above := starters(job):
+    above = starters(job)
+    assert bool(above) == (header(source, "ntasks-per-node") == 1)
+    if above:
         os.kill(above[0], signal.SIGKILL)
         assert_failed(job)
         lab.requeue(job.id)
@@ -155,5 +158,8 @@ def test_preempted_and_killed(
 def wait_for_progress(job: Job, starts: int) -> None:
     """Wait until a job has started so many times, has continued, and done an epoch since."""
     since = "continuing after epoch"
-    runs.wait_until(lambda: job.log.count(since) == starts - 1, 180, f"start {starts} of job {job.id} in {job.folder}")
-    runs.wait_until(lambda: "train loss" in job.log.rpartition(since)[2], 90, f"an epoch after it in {job.folder}")
+    try:
+        runs.wait_until(lambda: job.log.count(since) == starts - 1, 180, f"start {starts} of job {job.id}")
+        runs.wait_until(lambda: "train loss" in job.log.rpartition(since)[2], 90, "an epoch after it")
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {job.shown['JobState']}\n{job.log}") from None
