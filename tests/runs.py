@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from launchers import LAUNCHERS
+from launchers import LAUNCHERS, copy_example
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
@@ -195,6 +195,13 @@ def train(example: str, folder: Path, processes: int, *args: object, seconds: fl
     run = start(example, folder, processes, *args, **environment).wait(seconds)
     assert run.status == 0, f"{run.command} ended with {run.status}:\n{run.stdout}\n{run.stderr}"
     return run
+
+
+def train_ddp_spawn(folder: Path) -> Path:
+    """Run ddp_spawn, which others are compared with, with 2 processes in a copy in `folder`; return its output."""
+    copy = copy_example(ROOT / "examples" / "ddp_spawn", folder / "ddp_spawn")
+    train("ddp_spawn", copy, 2)
+    return copy / "output"
 
 
 def read_metrics(output: Path) -> list[dict[str, float]]:

@@ -8,10 +8,9 @@ import signal
 import sys
 from pathlib import Path
 
-import launchers
 import pytest
 import runs
-from runs import ROOT, Reference
+from runs import Reference
 from test_contract import kill_all, kill_and_resume
 
 
@@ -33,9 +32,7 @@ def bare(tmp_path: Path) -> dict[str, str]:
 
 def test_same_bits_as_ddp_spawn(example: str, tmp_path: Path, reference: Reference) -> None:
     """Stage 0, 2 processes, fp32: DistributedDataParallel ends with the same bits and metrics."""
-    folder = launchers.copy_example(ROOT / "examples" / "ddp_spawn", tmp_path / "ddp_spawn")
-    runs.train("ddp_spawn", folder, 2)
-    runs.assert_same_run(reference.output, folder / "output")
+    runs.assert_same_run(reference.output, runs.train_ddp_spawn(tmp_path))
 
 
 def test_stage_1_and_its_own_launcher(example: str, folder: Path, reference: Reference) -> None:

@@ -7,10 +7,9 @@ import shutil
 import signal
 from pathlib import Path
 
-import launchers
 import pytest
 import runs
-from runs import ROOT, Reference
+from runs import Reference
 
 DEVANAGARI = "धर्मक्षेत्रे कुरुक्षेत्रे समवेता युयुत्सवः।\nमामकाः पाण्डवाश्चैव किमकुर्वत सञ्जय॥\n"
 
@@ -30,9 +29,7 @@ def lm_rows(output: Path) -> list[dict[str, float]]:
 
 def test_same_bits_as_ddp_spawn(example: str, tmp_path: Path, reference: Reference) -> None:
     """The same seed and data, 2 processes, fp32: DistributedDataParallel ends with the same bits and metrics."""
-    folder = launchers.copy_example(ROOT / "examples" / "ddp_spawn", tmp_path / "ddp_spawn")
-    runs.train("ddp_spawn", folder, 2)
-    runs.assert_same_run(reference.output, folder / "output")
+    runs.assert_same_run(reference.output, runs.train_ddp_spawn(tmp_path))
 
 
 def test_without_a_launcher(example: str, folder: Path) -> None:

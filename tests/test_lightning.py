@@ -8,10 +8,9 @@ import subprocess
 import termios
 from pathlib import Path
 
-import launchers
 import pytest
 import runs
-from runs import ROOT, Reference
+from runs import Reference
 
 # What salloc's shell, a notebook or a batch script on the first of two nodes has in its environment.
 ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_NODELIST": "node[1-2]"}
@@ -20,10 +19,9 @@ ALLOCATION |= {"SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_PROCID"
 
 def test_same_bits_as_ddp_spawn(example: str, tmp_path: Path, reference: Reference) -> None:
     """The same seed and data, 2 processes, fp32: plain PyTorch ends with the same bits and the same metrics."""
-    folder = launchers.copy_example(ROOT / "examples" / "ddp_spawn", tmp_path / "ddp_spawn")
-    runs.train("ddp_spawn", folder, 2)
-    assert runs.largest_difference(runs.read_model(reference.output), runs.read_model(folder / "output")) == 0
-    for ours, theirs in zip(*map(runs.read_metrics, (reference.output, folder / "output")), strict=True):
+    output = runs.train_ddp_spawn(tmp_path)
+    assert runs.largest_difference(runs.read_model(reference.output), runs.read_model(output)) == 0
+    for ours, theirs in zip(*map(runs.read_metrics, (reference.output, output)), strict=True):
         assert runs.without_times([ours])[0] == pytest.approx(runs.without_times([theirs])[0], rel=1e-12)
 
 

@@ -7,11 +7,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import launchers
 import pytest
 import runs
 import torch
-from runs import ROOT, Reference
+from runs import Reference
 
 
 def restarting(folder: Path, *arguments: str) -> runs.Run:
@@ -41,9 +40,7 @@ def stop(run: runs.Run, number: signal.Signals, pid: Callable[[], int]) -> tuple
 
 def test_same_bits_as_ddp_spawn(example: str, tmp_path: Path, reference: Reference) -> None:
     """The same seed and data, 2 processes, fp32: started by multiprocessing, it ends with the same bits and metrics."""
-    folder = launchers.copy_example(ROOT / "examples" / "ddp_spawn", tmp_path / "ddp_spawn")
-    runs.train("ddp_spawn", folder, 2)
-    runs.assert_same_run(reference.output, folder / "output")
+    runs.assert_same_run(reference.output, runs.train_ddp_spawn(tmp_path))
 
 
 def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -> None:
