@@ -38,6 +38,7 @@ def install(session: nox.Session, folder: Path) -> None:
     """Install what an example needs, as its README says."""
     session.install("-r", str(folder / "requirements.txt"))
     if (folder / "install.sh").exists():
+        session.install("pip")  # install.sh calls it, and an environment made by uv has none
         session.run("bash", str(folder / "install.sh"), external=True)
 
 

@@ -68,6 +68,18 @@ RUN_BY = {  # README: command: the test that runs it, or the file that does
 }
 
 
+def packages() -> list[str]:
+    """Return the Debian packages that .ci/run installs."""
+    lists = re.findall(r"^packages\+?=\((.*)\)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    return " ".join(lists).split()
+
+
+def test_packages_are_named() -> None:
+    """The README names every Debian package that .ci/run installs: else a newcomer's machine would lack it."""
+    named = set(re.findall(r"[\w+.-]+", (ROOT / "README.md").read_text()))
+    assert packages() and not set(packages()) - named
+
+
 def run_by(file: str) -> dict[str, str]:
     """Return what runs each command of a README."""
     table = dict(RUN_BY.get(file, {}))
@@ -95,7 +107,7 @@ def test_every_command(file: str) -> None:
         if name:
             assert f"def {name}(" in text, command
         elif command == APT:
-            assert set(command.split()[4:]) <= set(re.search(r"^packages=\((.*)\)$", text, re.MULTILINE)[1].split())
+            assert set(command.split()[4:]) <= set(packages())
         else:
             assert re.search(re.search("grep -E -- '(.*)' README.md", text)[1], command)
     languages = re.findall(r"^```(.+)$", (ROOT / file).read_text(), re.MULTILINE)

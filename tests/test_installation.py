@@ -1,0 +1,71 @@
+"""noxfile.py installs each example with both of nox's backends, on a machine that has no uv of its own."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import runs
+from runs import ROOT
+
+SYSTEM = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+NOXFILE = """
+import sys
+from pathlib import Path
+
+sys.path.insert(0, {root!r})
+import nox
+import noxfile
+
+
+@nox.session
+def installs(session):
+    noxfile.install(session, Path({folder!r}))
+    session.run("python", "-c", "import sys; print('installed into', sys.prefix)")
+    session.run("python", "-c", "import torch")
+"""
+
+
+def path_without(program: str, folder: Path) -> str:
+    """Return a PATH with what the system's folders hold, but for one program: links to all the others."""
+    folder.mkdir()
+    for source in reversed(SYSTEM.split(":")):
+        for file in Path(source).glob("*"):
+            if file.name != program:
+                (folder / file.name).unlink(missing_ok=True)
+                (folder / file.name).symlink_to(file)
+    return str(folder)
+
+
+@pytest.mark.parametrize("backend", ["uv", "virtualenv"])
+def test_without_uv_on_the_path(example: str, source: Path, folder: Path, tmp_path: Path, backend: str) -> None:
+    """The only uv is the one that is installed beside nox: a machine may have one for everybody, and hide its lack."""
+    path = path_without("uv", tmp_path / "path")
+    assert not shutil.which("uv", path=path)
+    (tmp_path / "noxfile.py").write_text(NOXFILE.format(root=str(ROOT), folder=str(folder)))
+    environment = runs.clean_environment() | {"PATH": path}
+    if backend == "virtualenv":  # pip copies 5 GB of torch where uv links them: let it find them installed
+        environment |= {"PYTHONPATH": sysconfig.get_path("purelib"), "PIP_NO_INDEX": "1"}
+    command = [sys.executable, "-m", "nox", "--default-venv-backend", backend, "--envdir", str(tmp_path / "nox")]
+    command += ["-f", str(tmp_path / "noxfile.py"), "-s", "installs"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"installed into {tmp_path}" in done.stdout
+    if (source / "install.sh").exists():
+        assert "install.sh: Horovod" in done.stdout
+    shutil.rmtree(tmp_path / "nox")
+
+
+def test_stand_in_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A uv for everybody is found in the system's folders, and not on the PATH of the test above."""
+    (tmp_path / "bin").mkdir()
+    for name in ("uv", "other"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
+        os.chmod(tmp_path / "bin" / name, 0o755)
+    monkeypatch.setattr(sys.modules[__name__], "SYSTEM", f"{tmp_path}/bin:/usr/bin")
+    assert shutil.which("uv", path=SYSTEM)
+    path = path_without("uv", tmp_path / "path")
+    assert shutil.which("other", path=path) and not shutil.which("uv", path=path)
