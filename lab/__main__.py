@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Callable
 
+from lab import tracking
+from lab.base import LabError
 from lab.cluster import Lab, why_not
-from lab.config import LabError
 
 
 def up(args: argparse.Namespace) -> None:
     begin = time.monotonic()
-    lab = Lab(args.nodes, args.cpus, args.gpus, args.name, args.share, args.conf)
+    lab = Lab(args.nodes, args.cpus, args.gpus, args.name, args.share, args.conf, tracking=args.tracking)
     lab.up(detached=True)
     print(f"lab: {' '.join(lab.nodes)} idle after {time.monotonic() - begin:.1f} s; now try")
     print(f"    python -m lab run -- srun --nodes={args.nodes} hostname")
@@ -48,6 +49,7 @@ def status(args: argparse.Namespace) -> None:
     states = lab.states()
     for node in lab.nodes:
         print(f"{node}  {lab.addresses[node]}  {states[node]}  {len(lab.processes(node))} processes")
+    print(f"signals: {lab.tracking}: {tracking.MODES[lab.tracking]}")
     print(lab.run(["squeue"], cwd="/").stdout, end="")
 
 
@@ -84,6 +86,9 @@ def parse_args() -> argparse.Namespace:
     action.add_argument("--gpus", type=int, default=0, help="stand-ins per node (default: %(default)s)")
     action.add_argument("--share", action="append", default=[], metavar="PATH", help="a folder in /tmp for all nodes")
     action.add_argument("--conf", action="append", default=[], metavar="KEY=VALUE", help="a line for slurm.conf")
+    action.add_argument(
+        "--tracking", default="", metavar="MODE", help=f"whom signals reach: {' '.join(tracking.MODES)}"
+    )
     for name, function in ("run", run), ("shell", shell):
         action = add(name, function, f"{name} inside the lab, in the current folder")
         action.add_argument("--node", default="head", help="where (default: %(default)s)")

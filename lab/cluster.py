@@ -10,11 +10,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lab.config import HEAD, SEARCH, LabError, Plan
+from lab.base import SEARCH, LabError
+from lab.config import HEAD, Plan
 from lab.keeper import find_process, inside, output, until
+from lab.tracking import choose, leftovers, remove, thaw
 
 PROGRAMS = (
     *(
@@ -62,6 +65,7 @@ class Lab:
 
     `cpus` and `gpus` are per node. `share` names folders in /tmp that all nodes see; the current folder is
     always one. `extra_conf` holds lines for slurm.conf; a line replaces the lab's own with the same key.
+    `tracking` is one of those in tracking.MODES: whom signals reach; by default the best that works here.
     `hosts` changes what names resolve to in one place: {"node1": {"node1": "127.0.1.1"}}.
     Methods raise LabError, whose text is one line for the user. Times are in seconds.
     """
@@ -75,18 +79,20 @@ class Lab:
         share: Iterable[str | Path] = (),
         extra_conf: Iterable[str] = (),
         hosts: Mapping[str, Mapping[str, str]] | None = None,
+        tracking: str = "",
     ) -> None:
         folders = [name for path in share for name in (os.path.abspath(path), os.path.realpath(path))]
         if os.getcwd() != "/tmp":
             folders.append(os.getcwd())
         overrides = {place: dict(names) for place, names in (hosts or {}).items()}
-        self._use(Plan(name, nodes, cpus, gpus, folders, list(extra_conf), overrides))
+        self._use(Plan(name, nodes, cpus, gpus, folders, list(extra_conf), overrides, tracking))
 
     def _use(self, plan: Plan) -> None:
         self._plan = plan
         self.folder = plan.folder  # settings, logs and state
         self.nodes = plan.node_names
         self.addresses = plan.addresses  # of the nodes and of the head
+        self.tracking = plan.tracking  # one of tracking.MODES, once the lab is up
 
     @classmethod
     def find(cls, name: str = "lab") -> "Lab":
@@ -116,6 +122,7 @@ class Lab:
             if self._running():
                 raise LabError(f"a lab named {self._plan.name} is running; end it first: python -m lab down")
             self.down()  # what is left of one whose keeper was killed
+            self._use(replace(self._plan, tracking=choose(self._plan.tracking)))
             try:
                 self.folder.mkdir()
                 self.folder.chmod(0o711)  # munged wants every user to reach its socket
@@ -175,15 +182,20 @@ class Lab:
     def down(self, keep_logs: bool = False) -> bool:
         """End the lab with all its processes, and remove its folder; returns False if none was running."""
         pid = self._keeper()
+        cgroups = leftovers(self.folder.name)
         with contextlib.suppress(ProcessLookupError):
             if pid:
                 handle = os.pidfd_open(pid)
                 if self._keeper() == pid:  # then the handle is not that of a later process
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
+                    for lab in cgroups:
+                        thaw(lab)
                 # The kernel reports the end of a PID 1 only after the end of all others.
                 if not select.select([handle], [], [], 60)[0]:
                     raise LabError(f"processes of the lab do not end; its keeper is process {pid}")
                 os.close(handle)
+        for lab in cgroups:
+            until(lambda lab=lab: remove(lab), f"{lab} can be removed, since no process is left in it")
         self._remove_folder(keep_logs)
         return pid is not None
 
@@ -310,7 +322,8 @@ class Lab:
         """Start a node's slurmd again."""
         if self._slurmd(node):
             raise LabError(f"slurmd of {node} is running")
-        output(self._plan.slurmd(node), self.command([], node, cwd="/", env={"PATH": SEARCH}))
+        cgroup = next((lab / node for lab in leftovers(self.folder.name)), None)
+        output(self._plan.slurmd(node), self.command([], node, cwd="/", env={"PATH": SEARCH}), cgroup=cgroup)
         until(lambda: bool(self._slurmd(node)), f"slurmd of {node} runs")
 
     def _slurmd(self, node: str) -> list[int]:

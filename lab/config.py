@@ -3,19 +3,15 @@
 import json
 import os
 import re
-import shutil
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from lab import tracking
+from lab.base import LabError
+
 HEAD = "head"  # where slurmctld and munged run, and where jobs are submitted
 NETWORK = "10.210.0"  # inside the lab's own network namespace, so every lab may use the same one
-SEARCH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # daemons are not on everybody's path
 SPOOL = "spool"  # in the lab's folder; every node mounts a private file system on it
-
-
-class LabError(Exception):
-    """Something that the user can understand from one line."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +25,7 @@ class Plan:
     share: list[str] = field(default_factory=list)
     extra_conf: list[str] = field(default_factory=list)
     hosts: dict[str, dict[str, str]] = field(default_factory=dict)
+    tracking: str = "linuxproc"
 
     def __post_init__(self) -> None:
         """Refuse what cannot work; raises LabError."""
@@ -70,22 +67,18 @@ class Plan:
         for name in "logs", "state", SPOOL:
             (self.folder / name).mkdir(mode=0o755)
         (self.folder / "slurm.conf").write_text(self.slurm_conf())
-        # No cgroups are made; but slurmd looks for the machine's, and for systemd, unless a plugin is named.
-        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        (self.folder / "cgroup.conf").write_text(tracking.cgroup_conf(self.tracking))
         (self.folder / "gres.conf").write_text(self.gres_conf())
         (self.folder / "nsswitch.conf").write_text(nsswitch_conf())
         for place in self.addresses:
             (self.folder / f"hosts.{place}").write_text(self.hosts_file(place))
-        # Not the Python of a virtual environment, which nodes may not have.
-        python, stepd = os.path.realpath(sys.executable), shutil.which("slurmstepd", path=SEARCH)
-        (self.folder / "slurmstepd").write_text(STEPD.format(python=python, stepd=stepd))
-        (self.folder / "slurmstepd").chmod(0o755)
         with open(self.folder / "munge.key", "wb", opener=lambda path, flags: os.open(path, flags, 0o400)) as key:
             key.write(os.urandom(128))
+        tracking.write(self.tracking, self.folder)
 
     def slurmd(self, node: str) -> list[str]:
         """The command that starts a node's slurmd."""
-        return ["slurmd", "-N", node, "-d", str(self.folder / "slurmstepd")]
+        return ["slurmd", "-N", node, *tracking.slurmd_options(self.tracking, self.folder)]
 
     def hosts_file(self, place: str) -> str:
         """The hosts file seen at `place`: real addresses, except where the user asked for others."""
@@ -99,17 +92,21 @@ class Plan:
 
     def slurm_conf(self) -> str:
         """The text of slurm.conf; a line of `extra_conf` replaces ours with the same key."""
-        settings = SETTINGS | {
-            "ClusterName": self.name,
-            "SlurmctldHost": f"{HEAD}({self.addresses[HEAD]})",
-            "AuthInfo": f"cred_expire=5,socket={self.folder}/munge.socket",
-            "StateSaveLocation": f"{self.folder}/state",
-            "SlurmdSpoolDir": f"{self.folder}/{SPOOL}",
-            "SlurmctldPidFile": f"{self.folder}/state/slurmctld.pid",
-            "SlurmdPidFile": f"{self.folder}/{SPOOL}/slurmd.pid",
-            "SlurmctldLogFile": f"{self.folder}/logs/slurmctld.log",
-            "SlurmdLogFile": f"{self.folder}/logs/%n.log",
-        }
+        settings = (
+            SETTINGS
+            | tracking.settings(self.tracking)
+            | {
+                "ClusterName": self.name,
+                "SlurmctldHost": f"{HEAD}({self.addresses[HEAD]})",
+                "AuthInfo": f"cred_expire=5,socket={self.folder}/munge.socket",
+                "StateSaveLocation": f"{self.folder}/state",
+                "SlurmdSpoolDir": f"{self.folder}/{SPOOL}",
+                "SlurmctldPidFile": f"{self.folder}/state/slurmctld.pid",
+                "SlurmdPidFile": f"{self.folder}/{SPOOL}/slurmd.pid",
+                "SlurmctldLogFile": f"{self.folder}/logs/slurmctld.log",
+                "SlurmdLogFile": f"{self.folder}/logs/%n.log",
+            }
+        )
         gres = ""
         if self.gpus:
             settings["GresTypes"] = "gpu"
@@ -132,8 +129,6 @@ SETTINGS = {
     "SlurmdUser": "root",
     "AuthType": "auth/munge",
     "MpiDefault": "none",
-    # The cgroup plugins would need a hierarchy per node; STEPD makes up for them.
-    "ProctrackType": "proctrack/linuxproc",
     "TaskPlugin": "task/none",
     "SelectType": "select/cons_tres",
     "SelectTypeParameters": "CR_Core",
@@ -149,16 +144,6 @@ SETTINGS = {
     "MinJobAge": "3600",  # finished jobs stay visible in `scontrol show job`
     "SchedulerParameters": "batch_sched_delay=0,sched_interval=2,bf_interval=2",
 }
-
-# The nodes' slurmstepd is started by this. A "subreaper" stays an ancestor of whatever its step starts,
-# even of processes that left their session or lost their parent: proctrack/linuxproc follows parents, and so
-# ends them with the step, as a cgroup would.
-STEPD = """#!{python} -IS
-import ctypes, os, sys
-PR_SET_CHILD_SUBREAPER = 36
-ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-os.execv("{stepd}", sys.argv)
-"""
 
 
 def nsswitch_conf() -> str:

@@ -25,11 +25,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lab.config import HEAD, SPOOL, LabError, Plan
+from lab import tracking
+from lab.base import LabError
+from lab.config import HEAD, SPOOL, Plan
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-# From <sched.h>: new mount, UTS, IPC, PID and network namespaces.
-CLONE_ALL = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
+# From <sched.h>: new mount, UTS, IPC, PID and network namespaces; and a new cgroup namespace.
+CLONE_ALL, CLONE_NEWCGROUP = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000, 0x02000000
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18  # from <sys/mount.h>
 START_SECONDS = 60  # for each step; a whole start takes about one second, but machines may be busy
 
@@ -41,16 +43,19 @@ def main() -> None:
     os.chdir("/")
     os.umask(0o022)
     plan = Plan.load(folder)
-    pid = spawn(lambda: keep(plan, owner))
+    hierarchy = tracking.hierarchy(plan.tracking)
+    # Held open, for the keeper's own /sys is about to hide it.
+    cgroups = Path(f"/proc/self/fd/{os.open(hierarchy, os.O_PATH)}", folder.name) if hierarchy else None
+    pid = spawn(lambda: keep(plan, owner, cgroups))
     process = find_process(pid)
     (folder / "keeper").write_text(f"{pid} {process.start if process else 'ended'}")
 
 
-def keep(plan: Plan, owner: int) -> None:
+def keep(plan: Plan, owner: int, cgroups: Path | None) -> None:
     """What PID 1 of the lab does: start everything, say so, wait for the owner's end, tidy up."""
     Path("/proc/self/comm").write_text("lab-keeper")
     try:
-        start(plan)
+        start(plan, cgroups)
         answer = "ready"
     except (LabError, OSError) as error:
         answer = f"error: {error}"
@@ -62,11 +67,15 @@ def keep(plan: Plan, owner: int) -> None:
         signal.pause()
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(-1, signal.SIGKILL)
+        if cgroups:
+            tracking.thaw(cgroups)
         os.wait()  # fails when the last child is gone, since SIGCHLD is ignored
+    if cgroups:
+        tracking.remove(cgroups)
     shutil.rmtree(plan.folder, ignore_errors=True)
 
 
-def start(plan: Plan) -> None:
+def start(plan: Plan, cgroups: Path | None) -> None:
     """Bring up network, nodes and daemons, and wait until every node is idle; raises LabError."""
     os.environ["SLURM_CONF"] = str(plan.folder / "slurm.conf")
     socket.sethostname(HEAD)
@@ -79,10 +88,11 @@ def start(plan: Plan) -> None:
     daemons = {"munged": launch(plan, "munged", ["munged", "--foreground", *munge_options(plan.folder)])}
     until((plan.folder / "munge.socket").exists, "munged makes its socket", daemons)
     daemons["slurmctld"] = launch(plan, "slurmctld", ["slurmctld", "-D"])
-    nodes = {node: spawn_node(plan, node) for node in plan.node_names}
+    nodes = {node: spawn_node(plan, node, cgroups) for node in plan.node_names}
     until(lambda: answers(["scontrol", "ping"]) != "", "slurmctld answers", daemons)
     for node, pid in nodes.items():
-        daemons[node] = launch(plan, node, [*inside(pid), *plan.slurmd(node), "-D"])
+        slurmd = [*inside(pid), *plan.slurmd(node), "-D"]
+        daemons[node] = launch(plan, node, slurmd, cgroups / node if cgroups else None)
     states = ["sinfo", "--noheader", "--Node", "--partition=lab", "--format=%T"]
     until(lambda: answers(states).split() == ["idle"] * plan.nodes, "all nodes are idle", daemons)
     for log in (plan.folder / "logs").glob("*.log"):  # from now on these say everything
@@ -96,9 +106,9 @@ def munge_options(folder: Path) -> list[str]:
     return [f"--{option}={folder}/{file}" for option, file in files.items()]
 
 
-def spawn_node(plan: Plan, node: str) -> int:
+def spawn_node(plan: Plan, node: str, cgroups: Path | None) -> int:
     """Make one node, with its files, a cable to the bridge and an address; return its PID 1."""
-    pid = spawn(lambda: keep_node(plan, node))
+    pid = spawn(lambda: keep_node(plan, node), cgroups / node if cgroups else None)
     ip(f"link add {node} type veth peer name eth0 netns {pid}", f"link set {node} master lab up")
     ip("link set lo up", f"address add {plan.addresses[node]}/24 dev eth0", "link set eth0 up", pid=pid)
 
@@ -120,6 +130,7 @@ def keep_node(plan: Plan, node: str) -> None:
     # Shared folders in /tmp are held open, for the node's own /tmp is about to hide them.
     folders = sorted({*plan.share, str(plan.folder)})
     shared = {folder: os.open(folder, os.O_PATH) for folder in folders if folder.startswith("/tmp/")}
+    tracking.mounts(plan.tracking, mount)
     mount("tmpfs", "/tmp", "tmpfs", options="mode=1777")
     mount("tmpfs", "/dev/shm", "tmpfs", options="mode=1777")
     for folder, handle in shared.items():
@@ -140,13 +151,18 @@ def cover_etc(plan: Plan, place: str) -> None:
         mount(plan.folder / "nsswitch.conf", "/etc/nsswitch.conf", flags=MS_BIND)
 
 
-def spawn(work: Callable[[], None]) -> int:
-    """Run `work` as PID 1 of new namespaces and return its PID as seen from here; raises LabError."""
+def spawn(work: Callable[[], None], cgroup: Path | None = None) -> int:
+    """Run `work` as PID 1 of new namespaces and return its PID as seen from here; raises LabError.
+
+    The cgroup, made if need be, becomes the root of its cgroup namespace.
+    """
     reader, writer = os.pipe()
     between = os.fork()  # a process in between, since unshare moves only children to a new PID namespace
     if between == 0:
         try:
-            check(LIBC.unshare(CLONE_ALL), "new namespaces")
+            if cgroup:
+                tracking.enter(cgroup)
+            check(LIBC.unshare(CLONE_ALL | (CLONE_NEWCGROUP if cgroup else 0)), "new namespaces")
             child = os.fork()
             if child:
                 os.write(writer, str(child).encode())
@@ -182,7 +198,7 @@ def check(result: int, what: str) -> None:
 
 def inside(pid: int) -> list[str]:
     """The start of a command line that runs the rest in all namespaces of a process."""
-    return ["nsenter", f"--target={pid}", "--mount", "--uts", "--ipc", "--net", "--pid"]
+    return ["nsenter", f"--target={pid}", "--cgroup", "--mount", "--uts", "--ipc", "--net", "--pid"]
 
 
 def ip(*lines: str, pid: int | None = None) -> None:
@@ -197,11 +213,11 @@ def answers(words: Sequence[str]) -> str:
     return ""
 
 
-def output(words: Sequence[str], prefix: Sequence[str] = (), text: str = "") -> str:
+def output(words: Sequence[str], prefix: Sequence[str] = (), text: str = "", cgroup: Path | None = None) -> str:
     """What a command prints, given `text` to read; raises LabError, with its first complaint, if it fails."""
-    line, seconds = [*prefix, *words], START_SECONDS
+    line, seconds, move = [*prefix, *words], START_SECONDS, tracking.entrance(cgroup)
     try:
-        done = subprocess.run(line, input=text, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(line, input=text, capture_output=True, text=True, timeout=seconds, preexec_fn=move)
     except subprocess.TimeoutExpired:
         raise LabError(f"{' '.join(words)}: no answer within {seconds} s") from None
     if done.returncode != 0:
@@ -210,10 +226,11 @@ def output(words: Sequence[str], prefix: Sequence[str] = (), text: str = "") -> 
     return done.stdout
 
 
-def launch(plan: Plan, name: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
+def launch(plan: Plan, name: str, words: Sequence[str], cgroup: Path | None = None) -> subprocess.Popen[bytes]:
     """Start a daemon; what it prints goes to a log too, for it may fail before it opens its own."""
     with open(plan.folder / "logs" / f"{name}.out", "wb") as log:
-        return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/")
+        move = tracking.entrance(cgroup)
+        return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", preexec_fn=move)
 
 
 def until(

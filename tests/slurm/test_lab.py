@@ -19,7 +19,7 @@ import runs
 from runs import ROOT
 from slurm_jobs import copy, job_processes, on_this_machine_only
 
-from lab import Lab, LabError, cluster, why_not
+from lab import Lab, LabError, cluster, tracking, why_not
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(why_not()), reason=str(why_not()))]
 
@@ -43,6 +43,7 @@ def traces(name: str) -> list[str]:
     folder = f"/tmp/slurm-lab-{name}"
     left = [folder] if os.path.lexists(folder) else []
     left += [line for line in Path("/proc/mounts").read_text().splitlines() if folder in line]
+    left += map(str, tracking.leftovers(Path(folder).name))
     left += [path.name for path in Path("/sys/class/net").iterdir() if re.match(r"lab|node\d", path.name)]
     return left + [f"process {pid}" for pid in runs.find_processes(f"SLURM_CONF={folder}/slurm.conf")]
 
@@ -103,7 +104,8 @@ from lab import Lab
 with Lab(name=sys.argv[1]) as lab:
     lab.run(["sbatch", "--nodes=2", "--output=/dev/null", "--wrap", "setsid sleep 1000 & srun sleep 1000"])
     print("up", flush=True)
-    time.sleep(1000)
+    while True:  # a signal that comes just before a sleep does not cut it short
+        time.sleep(0.1)
 """
 
 
@@ -132,11 +134,12 @@ def test_interrupted_up(name: str) -> None:
 
 
 def test_stale_lab(name: str, tmp_path: Path) -> None:
-    """A lab whose keeper was killed leaves its folder only, and the next `up` cleans that."""
+    """A lab whose keeper was killed leaves its folder and its cgroups only, and the next `up` cleans that."""
     lab = Lab(name=name).up()
     keeper = int((lab.folder / "keeper").read_text().split()[0])
     os.kill(keeper, signal.SIGKILL)
-    runs.wait_until(lambda: traces(name) == [str(lab.folder)], 10, "the end of its processes")
+    left = [str(lab.folder), *map(str, tracking.leftovers(lab.folder.name))]
+    runs.wait_until(lambda: traces(name) == left, 10, "the end of its processes")
     with pytest.raises(LabError, match="no lab named"):
         lab.states()
     with Lab(name=name) as fresh:
@@ -276,6 +279,81 @@ def test_no_orphans(lab: Lab, tmp_path: Path) -> None:
     for job in jobs:
         runs.wait_until(lambda job=job: not job_processes(lab, job), 30, f"the end of all processes of job {job}")
     assert (tmp_path / f"{jobs[0]}.out").read_text().endswith("told\n")
+
+
+@pytest.fixture(params=[pytest.param(mode, id=mode) for mode in tracking.MODES])
+def tracked(request: pytest.FixtureRequest, name: str, tmp_path: Path) -> Iterator[Lab]:
+    """A lab with each of the ways to track processes that work on this machine."""
+    if reason := tracking.why_not(request.param):
+        pytest.skip(f"{request.param}: {reason}")
+    with Lab(nodes=2, name=name, share=on_this_machine_only(tmp_path), tracking=request.param) as lab:
+        yield lab
+
+
+# Each process writes a line when it gets USR1. The task of the step and the batch shell have a child and an orphan,
+# which has left their session and lost its parent.
+LISTENERS = """
+listen() { trap "echo $1 >>told" USR1; echo $1 >>ready; while :; do sleep 0.1; done; }
+export -f listen
+families() {
+    (setsid bash -c "listen $1-orphan" &)
+    bash -c "listen $1-child" &
+    listen $1-task
+}
+export -f families
+srun --nodelist=node2 --nodes=1 --ntasks=1 bash -c "families step" &
+families batch
+"""
+
+
+def lines(file: Path) -> set[str]:
+    """Return the lines of a file that may not be there yet."""
+    return set(file.read_text().splitlines()) if file.exists() else set()
+
+
+def test_signals_reach_tasks_only(tracked: Lab, tmp_path: Path) -> None:
+    """USR1 reaches what slurmstepd has started, not what that has started; with linuxproc all. SIGKILL ends all."""
+    told, roles = tmp_path / "told", {"task", "child", "orphan"}
+    reached = roles if tracked.tracking == "linuxproc" else {"task"}  # so this test can fail
+    job = submit(tracked, LISTENERS, tmp_path, "--nodes=2")
+    everyone = {f"{part}-{role}" for part in ("batch", "step") for role in roles}
+    runs.wait_until(lambda: lines(tmp_path / "ready") == everyone, 30, "everyone who listens")
+    tracked.timelimit(job)
+    expected = {"batch-task"}  # whatever the mode: --batch is for the shell alone
+    runs.wait_until(lambda: expected <= lines(told), 10, "USR1 in the batch shell")
+    tracked.run(["scancel", "--signal=USR1", job], check=True)
+    expected |= {f"step-{role}" for role in reached}
+    runs.wait_until(lambda: expected <= lines(told), 10, "USR1 in the step")
+    time.sleep(0.5)  # for those who should hear nothing
+    assert lines(told) == expected
+    tracked.run(["scancel", job], check=True)
+    assert tracked.wait_for_job(job)["JobState"] == "CANCELLED"
+    runs.wait_until(lambda: not job_processes(tracked, job), 30, "the end of all processes")
+
+
+def test_suspended_job_ends_with_its_lab(tracked: Lab, tmp_path: Path) -> None:
+    """What is suspended, with cgroups frozen, neither runs on nor keeps a lab from its end."""
+    job = submit(tracked, "while :; do echo on >>on; sleep 0.1; done", tmp_path)
+    tracked.wait_for_job(job, "RUNNING")
+    runs.wait_until((tmp_path / "on").exists, 30, "the job's first line")
+    tracked.run(["scontrol", "suspend", job], check=True)
+    tracked.wait_for_job(job, "SUSPENDED")
+    size = (tmp_path / "on").stat().st_size
+    time.sleep(0.5)  # in which it would write
+    assert (tmp_path / "on").stat().st_size == size
+    start = time.monotonic()
+    assert tracked.down() and time.monotonic() - start < 10
+    assert not traces(tracked.folder.name.removeprefix("slurm-lab-"))
+
+
+def test_tracking_by_name(name: str) -> None:
+    """A mode can be forced, `status` names it, and one that cannot be is refused with one line."""
+    assert command("up", "--name", name, "--nodes", "1", "--tracking", "linuxproc").returncode == 0
+    assert "signals: linuxproc: unlike most clusters" in command("status", "--name", name).stdout
+    for mode in ["nothing", *(mode for mode in tracking.MODES if tracking.why_not(mode))]:
+        refused = command("up", "--name", f"{name}x", "--tracking", mode)
+        assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, refused.stderr
+        assert f"--tracking {mode}: " in refused.stderr
 
 
 def sleeps(lab: Lab, job: str) -> list[str]:
