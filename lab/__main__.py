@@ -14,7 +14,9 @@ from lab.cluster import Lab, why_not
 
 def up(args: argparse.Namespace) -> None:
     begin = time.monotonic()
-    lab = Lab(args.nodes, args.cpus, args.gpus, args.name, args.share, args.conf, tracking=args.tracking)
+    lab = Lab(
+        args.nodes, args.cpus, args.gpus, args.name, args.share, args.conf, None, args.tracking, args.user, args.domain
+    )
     lab.up(detached=True)
     print(f"lab: {' '.join(lab.nodes)} idle after {time.monotonic() - begin:.1f} s; now try")
     print(f"    python -m lab run -- srun --nodes={args.nodes} hostname")
@@ -35,12 +37,20 @@ def run(args: argparse.Namespace) -> None:
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not words:
         raise LabError("run: which command? For example: python -m lab run -- sinfo")
-    command = Lab.find(args.name).command(words, args.node, folder(args))
-    os.execvp(command[0], command)
+    enter(args, words)
 
 
 def shell(args: argparse.Namespace) -> None:
-    command = Lab.find(args.name).command([os.environ.get("SHELL", "/bin/sh")], args.node, folder(args))
+    enter(args, [os.environ.get("SHELL", "/bin/sh")])
+
+
+def enter(args: argparse.Namespace, words: list[str]) -> None:
+    lab, cwd = Lab.find(args.name), folder(args)
+    if args.user not in ("", "root", lab.user):
+        raise LabError(f"--user {args.user}: must be root, or {lab.user}, whom the lab was started for")
+    if "root" not in (args.user, lab.user):
+        lab.check_folder(words, args.node, cwd)
+    command = lab.command(words, args.node, cwd, user=args.user)
     os.execvp(command[0], command)
 
 
@@ -49,6 +59,7 @@ def status(args: argparse.Namespace) -> None:
     states = lab.states()
     for node in lab.nodes:
         print(f"{node}  {lab.addresses[node]}  {states[node]}  {len(lab.processes(node))} processes")
+    print(f"user: {lab.user} ({lab.uid})")
     print(f"signals: {lab.tracking}: {tracking.MODES[lab.tracking]}")
     print(lab.run(["squeue"], cwd="/").stdout, end="")
 
@@ -89,9 +100,15 @@ def parse_args() -> argparse.Namespace:
     action.add_argument(
         "--tracking", default="", metavar="MODE", help=f"whom signals reach: {' '.join(tracking.MODES)}"
     )
+    who = "who runs commands and jobs (default: the owner of the current folder, or one made up if that is root)"
+    action.add_argument("--user", default="", metavar="NAME", help=who)
+    action.add_argument("--domain", default="", metavar="NAME", help="of host names (for example: cluster.example)")
     for name, function in ("run", run), ("shell", shell):
         action = add(name, function, f"{name} inside the lab, in the current folder")
         action.add_argument("--node", default="head", help="where (default: %(default)s)")
+        action.add_argument(
+            "--user", default="", metavar="NAME", help="root, or by default whom the lab was started for"
+        )
         action.add_argument("--chdir", default=".", metavar="FOLDER", help="default: the current one")
         if name == "run":
             action.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
@@ -100,6 +117,8 @@ def parse_args() -> argparse.Namespace:
     for name, target, text in (
         ("cut", "NODE", "take a node off the network"),
         ("heal", "NODE", "put it back"),
+        ("unresolve", "NODE", "let the name of a node resolve to nothing"),
+        ("resolve", "NODE", "let it resolve again"),
         ("stop", "NODE", "end the slurmd of a node"),
         ("start", "NODE", "start it again"),
         ("requeue", "JOB", "requeue a job, as preemption does"),

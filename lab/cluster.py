@@ -66,6 +66,8 @@ class Lab:
     `cpus` and `gpus` are per node. `share` names folders in /tmp that all nodes see; the current folder is
     always one. `extra_conf` holds lines for slurm.conf; a line replaces the lab's own with the same key.
     `tracking` is one of those in tracking.MODES: whom signals reach; by default the best that works here.
+    `user` runs all commands and jobs: by default the owner of the current folder, or if that is root, one made up
+    inside the lab. `domain` follows the names of hosts, which are node1.cluster.example then.
     `hosts` changes what names resolve to in one place: {"node1": {"node1": "127.0.1.1"}}.
     Methods raise LabError, whose text is one line for the user. Times are in seconds.
     """
@@ -80,19 +82,23 @@ class Lab:
         extra_conf: Iterable[str] = (),
         hosts: Mapping[str, Mapping[str, str]] | None = None,
         tracking: str = "",
+        user: str = "",
+        domain: str = "",
     ) -> None:
         folders = [name for path in share for name in (os.path.abspath(path), os.path.realpath(path))]
         if os.getcwd() != "/tmp":
             folders.append(os.getcwd())
         overrides = {place: dict(names) for place, names in (hosts or {}).items()}
-        self._use(Plan(name, nodes, cpus, gpus, folders, list(extra_conf), overrides, tracking))
+        self._use(Plan(name, nodes, cpus, gpus, folders, list(extra_conf), overrides, tracking, user, domain=domain))
 
     def _use(self, plan: Plan) -> None:
         self._plan = plan
         self.folder = plan.folder  # settings, logs and state
         self.nodes = plan.node_names
         self.addresses = plan.addresses  # of the nodes and of the head
-        self.tracking = plan.tracking  # one of tracking.MODES, once the lab is up
+        # Once the lab is up:
+        self.tracking = plan.tracking  # one of tracking.MODES
+        self.user, self.uid, self.gid, self.home = plan.user, plan.uid, plan.gid, plan.home
 
     @classmethod
     def find(cls, name: str = "lab") -> "Lab":
@@ -122,7 +128,7 @@ class Lab:
             if self._running():
                 raise LabError(f"a lab named {self._plan.name} is running; end it first: python -m lab down")
             self.down()  # what is left of one whose keeper was killed
-            self._use(replace(self._plan, tracking=choose(self._plan.tracking)))
+            self._use(replace(self._plan, tracking=choose(self._plan.tracking), **self._plan.account()))
             try:
                 self.folder.mkdir()
                 self.folder.chmod(0o711)  # munged wants every user to reach its socket
@@ -219,17 +225,23 @@ class Lab:
         node: str = HEAD,
         cwd: str | Path | None = None,
         env: Mapping[str, str] | None = None,
+        user: str = "",
     ) -> list[str]:
         """The command line, for subprocess or exec, that runs `words` inside: on the head, or on one node.
 
-        It keeps the current folder, and the environment with `env` added, but without TMPDIR, which names a
-        folder that nodes do not have, and without what another SLURM may have set.
+        It is run by the lab's user, or by root. It keeps the current folder, and the environment with `env` added,
+        but without TMPDIR, which names a folder that nodes do not have, and what another SLURM may have set.
         """
-        allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # all are root here
-        variables = {"SLURM_CONF": str(self.folder / "slurm.conf"), **allow, **(env or {})}
         # If nsenter is killed, for example after a time-out, the command must not run on.
         start = [*inside(self._pid_of(node)), "setpriv", "--pdeathsig", "TERM"]
-        foreign = [f"--unset={name}" for name in os.environ if name == "TMPDIR" or name.startswith("SLURM_")]
+        variables = {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        if "root" in (user, self.user):
+            variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        else:
+            start += [f"--reuid={self.uid}", f"--regid={self.gid}", "--init-groups"]
+            variables |= {"HOME": self.home, "USER": self.user, "LOGNAME": self.user}
+        variables |= env or {}
+        foreign = [f"--unset={name}" for name in os.environ if name == "TMPDIR" or name.startswith(("SLURM_", "XDG_"))]
         settings = [f"{name}={value}" for name, value in variables.items()]
         return [*start, "env", f"--chdir={cwd or os.getcwd()}", *foreign, *settings, *words]
 
@@ -239,15 +251,34 @@ class Lab:
         node: str = HEAD,
         cwd: str | Path | None = None,
         env: Mapping[str, str] | None = None,
+        user: str = "",
         **options: Any,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command inside and wait; its output is captured as text. `options` go to subprocess.run."""
         options = {"capture_output": True, "text": True} | options
-        return subprocess.run(self.command(words, node, cwd, env), **options)
+        return subprocess.run(self.command(words, node, cwd, env, user), **options)
+
+    def check_folder(self, words: Sequence[str], node: str, cwd: str) -> None:
+        """Raise LabError if a command cannot work in a folder, for a reason that a user of a lab can mend."""
+        status = self.run(["test", "-w", "."], node, cwd).returncode
+        if status == 0:
+            return
+        help = f"start the lab with --user root, or use a folder of {self.user}'s own, such as {self.home}"
+        if status != 1 and self.run(["true"], node, cwd, user="root").returncode != 0:
+            raise LabError(f"{cwd} is not there inside: start the lab in it, or with --share {cwd}")
+        if status != 1:
+            raise LabError(f"user {self.user} cannot enter {cwd}: {help}")
+        script = next(
+            (Path(cwd, word) for word in words[1:] if not word.startswith("-") and Path(cwd, word).is_file()), None
+        )
+        text = " ".join(words) + (script.read_text(errors="replace") if script else "")
+        # A job's output goes to the folder where it was submitted, unless it says otherwise.
+        if words[0] == "sbatch" and not re.search(r"\s(-o|--output|-D|--chdir)[ =]*/", text):
+            raise LabError(f"user {self.user} cannot write to {cwd}, where the job's output goes: {help}")
 
     def _slurm(self, *words: str) -> str:
         """The output of a SLURM command; raises LabError if it fails."""
-        return output(words, self.command([], cwd="/"))
+        return output(words, self.command([], cwd="/", user="root"))
 
     def states(self) -> dict[str, str]:
         """What SLURM says about each node: idle, allocated, down* (the star: it does not answer), ..."""
@@ -323,7 +354,7 @@ class Lab:
         if self._slurmd(node):
             raise LabError(f"slurmd of {node} is running")
         cgroup = next((lab / node for lab in leftovers(self.folder.name)), None)
-        output(self._plan.slurmd(node), self.command([], node, cwd="/", env={"PATH": SEARCH}), cgroup=cgroup)
+        output(self._plan.slurmd(node), self.command([], node, "/", {"PATH": SEARCH}, user="root"), cgroup=cgroup)
         until(lambda: bool(self._slurmd(node)), f"slurmd of {node} runs")
 
     def _slurmd(self, node: str) -> list[int]:
@@ -337,6 +368,19 @@ class Lab:
     def timelimit(self, job: int | str, name: str = "USR1") -> None:
         """Send what a job with `--signal=B:USR1@...` gets near its time limit, to its batch shell."""
         self._slurm("scancel", f"--signal={name}", "--batch", str(job))
+
+    def unresolve(self, node: str) -> None:
+        """Let the name of a node, or of the head, resolve to nothing, everywhere. SLURM itself uses addresses."""
+        self._names(node, r"^(?!#)(?=.*\b{}$)", "#")
+
+    def resolve(self, node: str) -> None:
+        """Let it resolve again."""
+        self._names(node, r"^#(?=.*\b{}$)", "")
+
+    def _names(self, node: str, pattern: str, text: str) -> None:
+        self._pid_of(node)  # refuses a wrong name
+        for file in self.folder.glob("hosts.*"):  # changed in place, as they are mounted one by one
+            file.write_text(re.sub(pattern.format(node), text, file.read_text(), flags=re.MULTILINE))
 
     def hide(self, node: str, path: str | Path) -> None:
         """Make a folder empty on one node, as if the node did not share it."""

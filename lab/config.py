@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from lab import tracking
 from lab.base import LabError
 
 HEAD = "head"  # where slurmctld and munged run, and where jobs are submitted
+STUDENT = "student"  # the name of a user that is made up inside the lab
 NETWORK = "10.210.0"  # inside the lab's own network namespace, so every lab may use the same one
 SPOOL = "spool"  # in the lab's folder; every node mounts a private file system on it
 
@@ -26,6 +28,11 @@ class Plan:
     extra_conf: list[str] = field(default_factory=list)
     hosts: dict[str, dict[str, str]] = field(default_factory=dict)
     tracking: str = "linuxproc"
+    user: str = ""
+    uid: int = 0
+    gid: int = 0
+    home: str = "/root"
+    domain: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work; raises LabError."""
@@ -38,6 +45,8 @@ class Plan:
         for path in self.share:
             if path == "/tmp" or not os.path.isdir(path):
                 raise LabError(f"--share {path}: must be a folder, and not /tmp itself: every node has its own")
+        if not re.fullmatch(r"([a-z0-9][a-z0-9-]*(\.[a-z0-9][a-z0-9-]*)*)?", self.domain):
+            raise LabError(f"--domain {self.domain}: must look like cluster.example")
         for place in self.hosts:
             if place not in [HEAD, *self.node_names]:
                 raise LabError(f"hosts: no such node: {place}")
@@ -57,6 +66,31 @@ class Plan:
         nodes = {node: f"{NETWORK}.{number}" for number, node in enumerate(self.node_names, start=1)}
         return {**nodes, HEAD: f"{NETWORK}.254"}
 
+    @property
+    def made_up(self) -> bool:
+        """Whether the user exists inside the lab only."""
+        return Path(self.home).is_relative_to(self.folder)
+
+    def hostname(self, place: str) -> str:
+        """What `hostname` prints there."""
+        return f"{place}.{self.domain}" if self.domain else place
+
+    def account(self) -> dict[str, str | int]:
+        """Fields for who runs the jobs: the user asked for, else the current folder's owner, else one made up.
+
+        An owner who has no name on this machine gets one inside the lab.
+        """
+        owner = 0 if self.user else os.stat(".").st_uid
+        try:
+            entry = pwd.getpwuid(owner) if owner else pwd.getpwnam(self.user or STUDENT)
+        except KeyError:
+            if self.user not in ("", STUDENT):
+                raise LabError(f"--user {self.user}: this machine has no such user") from None
+            taken = {entry.pw_uid for entry in pwd.getpwall()}
+            uid = owner or next(uid for uid in range(2001, 60000) if uid not in taken)
+            return {"user": STUDENT, "uid": uid, "gid": uid, "home": str(self.folder / "home")}
+        return {"user": entry.pw_name, "uid": entry.pw_uid, "gid": entry.pw_gid, "home": entry.pw_dir}
+
     @classmethod
     def load(cls, folder: Path) -> "Plan":
         return cls(**json.loads((folder / "lab.json").read_text()))
@@ -75,6 +109,15 @@ class Plan:
         with open(self.folder / "munge.key", "wb", opener=lambda path, flags: os.open(path, flags, 0o400)) as key:
             key.write(os.urandom(128))
         tracking.write(self.tracking, self.folder)
+        if self.made_up:
+            entries = {
+                "passwd": f"{self.user}:x:{self.uid}:{self.gid}::{self.home}:/bin/sh\n",
+                "group": f"{self.user}:x:{self.gid}:\n",
+            }
+            for name, entry in entries.items():
+                (self.folder / name).write_text(entry + Path("/etc", name).read_text())
+            Path(self.home).mkdir(mode=0o700)
+            os.chown(self.home, self.uid, self.gid)
 
     def slurmd(self, node: str) -> list[str]:
         """The command that starts a node's slurmd."""
@@ -83,7 +126,8 @@ class Plan:
     def hosts_file(self, place: str) -> str:
         """The hosts file seen at `place`: real addresses, except where the user asked for others."""
         names = {"localhost": "127.0.0.1", **self.addresses, **self.hosts.get(place, {})}
-        return "".join(f"{address}\t{name}\n" for name, address in names.items())
+        long = {name: f"{self.hostname(name)} " for name in self.addresses if self.domain}
+        return "".join(f"{address}\t{long.get(name, '')}{name}\n" for name, address in names.items())
 
     def gres_conf(self) -> str:
         """SLURM wants a device for every GPU that it counts; these stand for them."""
@@ -116,8 +160,9 @@ class Plan:
             key = extra.partition("=")[0].strip().lower()
             lines = [line for line in lines if line.partition("=")[0].lower() != key]
         lines += [
-            f"NodeName={node} NodeAddr={self.addresses[node]} CPUs={self.cpus} Boards=1 SocketsPerBoard=1"
-            f" CoresPerSocket={self.cpus} ThreadsPerCore=1 RealMemory=1000000{gres} State=UNKNOWN"
+            f"NodeName={node} NodeHostname={self.hostname(node)} NodeAddr={self.addresses[node]}"
+            f" CPUs={self.cpus} Boards=1 SocketsPerBoard=1 CoresPerSocket={self.cpus} ThreadsPerCore=1"
+            f" RealMemory=1000000{gres} State=UNKNOWN"
             for node in self.node_names
         ]
         lines += ["PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP", *self.extra_conf]

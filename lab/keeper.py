@@ -46,12 +46,13 @@ def main() -> None:
     hierarchy = tracking.hierarchy(plan.tracking)
     # Held open, for the keeper's own /sys is about to hide it.
     cgroups = Path(f"/proc/self/fd/{os.open(hierarchy, os.O_PATH)}", folder.name) if hierarchy else None
-    pid = spawn(lambda: keep(plan, owner, cgroups))
+    tmp = Path(f"/proc/self/fd/{os.open('/tmp', os.O_PATH)}")
+    pid = spawn(lambda: keep(plan, owner, cgroups, tmp))
     process = find_process(pid)
     (folder / "keeper").write_text(f"{pid} {process.start if process else 'ended'}")
 
 
-def keep(plan: Plan, owner: int, cgroups: Path | None) -> None:
+def keep(plan: Plan, owner: int, cgroups: Path | None, tmp: Path) -> None:
     """What PID 1 of the lab does: start everything, say so, wait for the owner's end, tidy up."""
     Path("/proc/self/comm").write_text("lab-keeper")
     try:
@@ -72,16 +73,19 @@ def keep(plan: Plan, owner: int, cgroups: Path | None) -> None:
         os.wait()  # fails when the last child is gone, since SIGCHLD is ignored
     if cgroups:
         tracking.remove(cgroups)
-    shutil.rmtree(plan.folder, ignore_errors=True)
+    shutil.rmtree(plan.folder, ignore_errors=True)  # what is in it
+    shutil.rmtree(tmp / plan.folder.name, ignore_errors=True)  # itself, in the machine's /tmp
 
 
 def start(plan: Plan, cgroups: Path | None) -> None:
     """Bring up network, nodes and daemons, and wait until every node is idle; raises LabError."""
     os.environ["SLURM_CONF"] = str(plan.folder / "slurm.conf")
-    socket.sethostname(HEAD)
+    socket.sethostname(plan.hostname(HEAD))
+    cover_tmp(plan)
     cover_etc(plan, HEAD)
     for number in range(plan.gpus):
-        os.mknod(plan.folder / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))  # as /dev/null
+        os.mknod(plan.folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))  # as /dev/null
+        (plan.folder / f"gpu{number}").chmod(0o666)
     ip("link set lo up", "link add lab type bridge", "link set lab up")
     ip(f"address add {plan.addresses[HEAD]}/24 dev lab")
 
@@ -126,17 +130,10 @@ def keep_node(plan: Plan, node: str) -> None:
     """What PID 1 of a node does: give the node its own files, then stay and let the kernel reap."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     os.dup2(2, 1)  # standard output is for the keeper's answer
-    socket.sethostname(node)
-    # Shared folders in /tmp are held open, for the node's own /tmp is about to hide them.
-    folders = sorted({*plan.share, str(plan.folder)})
-    shared = {folder: os.open(folder, os.O_PATH) for folder in folders if folder.startswith("/tmp/")}
+    socket.sethostname(plan.hostname(node))
     tracking.mounts(plan.tracking, mount)
-    mount("tmpfs", "/tmp", "tmpfs", options="mode=1777")
+    cover_tmp(plan)
     mount("tmpfs", "/dev/shm", "tmpfs", options="mode=1777")
-    for folder, handle in shared.items():
-        os.makedirs(folder, exist_ok=True)
-        mount(f"/proc/self/fd/{handle}", folder, flags=MS_BIND | MS_REC)
-        os.close(handle)
     mount("tmpfs", plan.folder / SPOOL, "tmpfs", options="mode=755")
     cover_etc(plan, node)
     Path("/proc/self/comm").write_text(f"lab-{node}")
@@ -144,8 +141,22 @@ def keep_node(plan: Plan, node: str) -> None:
         signal.pause()
 
 
+def cover_tmp(plan: Plan) -> None:
+    """Give this mount namespace a /tmp of its own, with the folders in it that are shared."""
+    # They are held open, for the new /tmp is about to hide them.
+    folders = sorted({*plan.share, str(plan.folder)})
+    shared = {folder: os.open(folder, os.O_PATH) for folder in folders if folder.startswith("/tmp/")}
+    mount("tmpfs", "/tmp", "tmpfs", options="mode=1777")
+    for folder, handle in shared.items():
+        os.makedirs(folder, exist_ok=True)
+        mount(f"/proc/self/fd/{handle}", folder, flags=MS_BIND | MS_REC)
+        os.close(handle)
+
+
 def cover_etc(plan: Plan, place: str) -> None:
-    """Put our files over two of /etc, in this mount namespace only."""
+    """Put our files over some of /etc, in this mount namespace only."""
+    for name in ("passwd", "group") if plan.made_up else ():
+        mount(plan.folder / name, f"/etc/{name}", flags=MS_BIND)
     mount(plan.folder / f"hosts.{place}", "/etc/hosts", flags=MS_BIND)
     if os.path.exists("/etc/nsswitch.conf"):
         mount(plan.folder / "nsswitch.conf", "/etc/nsswitch.conf", flags=MS_BIND)

@@ -16,12 +16,20 @@ from slurm_jobs import (
     all_nodes,
     assert_completed,
     copy,
+    hand_over,
     on_this_machine_only,
     submit,
     two_processes,
 )
 
 from lab import Lab, why_not
+
+
+@pytest.fixture(autouse=True)
+def own_folder(request: pytest.FixtureRequest) -> None:
+    """Let jobs, which an ordinary user runs, write to the test's temporary folder."""
+    if "tmp_path" in request.fixturenames:
+        hand_over(request.getfixturevalue("tmp_path"))
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +39,8 @@ def lab(common_folder: Path) -> Iterator[Lab]:
         pytest.skip(reason)
     shared = on_this_machine_only(common_folder, Path(sys.prefix))
     with Lab(NODES, CPUS, GPUS, name=f"test{os.getpid()}", share=shared) as lab:
+        python = lab.run([sys.executable, "--version"], cwd="/")
+        assert python.returncode == 0, f"user {lab.user}, who runs jobs, cannot use {sys.executable}: {python.stderr}"
         yield lab
 
 

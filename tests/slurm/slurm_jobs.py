@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import runs
 from launchers import LAUNCHERS
 
 from lab import Lab
+from lab.config import Plan
 
 # The nodes claim more CPUs than the machine has: what waits by spinning, OpenMP or MPI, would slow the others down.
 SETTINGS = {"VENV": sys.prefix, "OMP_WAIT_POLICY": "passive", "OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -23,6 +25,17 @@ EPOCHS = 5  # of a run with the default settings
 def on_this_machine_only(*folders: Path) -> list[Path]:
     """Of the folders that jobs use return those that a lab has to share: each of its nodes has a /tmp of its own."""
     return [folder for folder in folders if folder.resolve().is_relative_to("/tmp")]
+
+
+def hand_over(folder: Path) -> Path:
+    """Give a folder, with all that is in it, to the user who runs a lab's jobs, and let them come to it; return it."""
+    account = Plan().account()
+    for path in [folder, *folder.rglob("*")]:
+        os.chown(path, int(account["uid"]), int(account["gid"]), follow_symlinks=False)
+    for parent in folder.parents:  # pytest makes its folders for itself alone
+        if parent.is_relative_to(tempfile.gettempdir()) and not parent.stat().st_mode & 0o001:
+            parent.chmod(parent.stat().st_mode | 0o011)
+    return folder
 
 
 def job_processes(lab: Lab, job: str) -> list[int]:
@@ -60,7 +73,7 @@ class Job:
         """Change the job's time limit: it gets as many seconds from now on, and up to 59 more."""
         hours, minutes, past = map(int, self.shown["RunTime"].split(":"))
         limit = -(-(hours * 3600 + minutes * 60 + past + seconds) // 60)
-        self.lab.run(["scontrol", "update", f"JobId={self.id}", f"TimeLimit={limit}"], check=True)
+        self.lab.run(["scontrol", "update", f"JobId={self.id}", f"TimeLimit={limit}"], user="root", check=True)
 
     def wait_for_line(self, text: str, seconds: float = 180) -> None:
         """Wait until the log contains `text`; raise AssertionError if the job ends before."""
@@ -91,7 +104,7 @@ class Job:
 def submit(lab: Lab, name: str, folder: Path, *arguments: str, options: tuple[str, ...] = (), **variables: str) -> Job:
     """Run `sbatch [options] run.slurm [arguments]` in an example's folder, with the tests' own Python as its VENV."""
     words = ["sbatch", "--parsable", *options, "run.slurm", *arguments]
-    done = lab.run(words, cwd=folder, env=SETTINGS | variables)
+    done = lab.run(words, cwd=hand_over(folder), env=SETTINGS | variables)
     assert done.returncode == 0, done.stderr
     return Job(lab, name, folder, done.stdout.strip())
 
@@ -121,7 +134,7 @@ def slowed(source: Path, folder: Path, sleep: str) -> Path:
 def copy(source: Path, target: Path) -> Path:
     """Copy an example for a job."""
     shutil.rmtree(target, ignore_errors=True)
-    return launchers.copy_example(source, target)
+    return hand_over(launchers.copy_example(source, target))
 
 
 def all_nodes(folder: Path) -> str:

@@ -17,7 +17,7 @@ import pytest
 import readme
 import runs
 from runs import ROOT
-from slurm_jobs import copy, job_processes, on_this_machine_only
+from slurm_jobs import copy, hand_over, job_processes, on_this_machine_only
 
 from lab import Lab, LabError, cluster, tracking, why_not
 
@@ -72,7 +72,7 @@ def name() -> Iterator[str]:
 def submit(lab: Lab, script: str, folder: Path, *options: str) -> str:
     """Submit a script and return the job's id."""
     text = "#!/bin/bash\n" + textwrap.dedent(script)
-    done = lab.run(["sbatch", "--parsable", *options], input=text, cwd=folder)
+    done = lab.run(["sbatch", "--parsable", *options], input=text, cwd=hand_over(folder))
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -165,6 +165,7 @@ def test_command_line(name: str) -> None:
     assert "SLURM_GPUS_ON_NODE=2" in ran.stdout and "CUDA_VISIBLE_DEVICES=0,1" in ran.stdout
     assert command("run", "--name", name, "--", "sh", "-c", "exit 7").returncode == 7
     assert command("run", "--name", name, "--chdir", "lab", "--", "pwd").stdout == f"{ROOT}/lab\n"
+    assert command("run", "--name", name, "--user", "root", "--", "id", "-un").stdout == "root\n"
     assert re.search(r"node2 +[\d.]+ +idle", command("status", "--name", name).stdout)
     assert "slurmctld version" in command("logs", "--name", name, "slurmctld").stdout
     assert command("down", "--name", name).stdout == "lab: ended\n"
@@ -181,12 +182,17 @@ def repository(folder: Path) -> str:
     """Make a folder with what the READMEs' commands for the lab need; return the words that share it with nodes."""
     shutil.copytree(ROOT / "lab", folder / "lab")
     copy(ROOT / "examples" / "ddp_spawn", folder / "examples" / "ddp_spawn")
+    hand_over(folder)
     return " ".join(f"--share {path}" for path in on_this_machine_only(Path(sys.prefix)))
 
 
 def run_lines(lines: list[str], folder: Path, **variables: str) -> str:
-    """Run commands of a README and return what the last one prints; what they start runs on after them."""
-    return readme.run_block(lines, folder, **variables | {runs.MARKER: ""}).stdout
+    """Run commands of a README and return what the last one prints; what they start runs on after them.
+
+    Their python3 is that of these tests: the user who runs jobs cannot read one that is in root's home folder.
+    """
+    path = f"{Path(sys.executable).resolve().parent}:{os.environ['PATH']}"
+    return readme.run_block(lines, folder, **{"PATH": path, runs.MARKER: ""}, **variables).stdout
 
 
 def test_readme_of_the_repository(name: str, tmp_path: Path) -> None:
@@ -336,7 +342,7 @@ def test_suspended_job_ends_with_its_lab(tracked: Lab, tmp_path: Path) -> None:
     job = submit(tracked, "while :; do echo on >>on; sleep 0.1; done", tmp_path)
     tracked.wait_for_job(job, "RUNNING")
     runs.wait_until((tmp_path / "on").exists, 30, "the job's first line")
-    tracked.run(["scontrol", "suspend", job], check=True)
+    tracked.run(["scontrol", "suspend", job], user="root", check=True)
     tracked.wait_for_job(job, "SUSPENDED")
     size = (tmp_path / "on").stat().st_size
     time.sleep(0.5)  # in which it would write
@@ -356,7 +362,87 @@ def test_tracking_by_name(name: str) -> None:
         assert f"--tracking {mode}: " in refused.stderr
 
 
+WHO = "echo $(id -un) $(id -u) $(id -gn) $USER $LOGNAME $HOME ${OMPI_ALLOW_RUN_AS_ROOT-unset} $(cd; >file; ls)"
+
+
+def test_ordinary_user(name: str, tmp_path: Path) -> None:
+    """Commands and jobs are a made-up user's, with a home folder, where the current folder is root's."""
+    if os.stat(".").st_uid:
+        pytest.skip("the current folder is not root's, and so jobs are its owner's")
+    before = etc()
+    with Lab(name=name, share=on_this_machine_only(tmp_path), tracking="linuxproc") as lab:
+        assert (lab.user, lab.uid) == ("student", 2001)
+        expected = f"student 2001 student student student {lab.home} unset file\n"
+        assert lab.run(["sh", "-c", WHO], cwd="/").stdout == expected
+        job = submit(lab, f"{WHO}; srun --nodes=2 bash -c '{WHO}'", tmp_path, "--nodes=2", "--output=out")
+        assert lab.wait_for_job(job)["UserId"] == "student(2001)"
+        assert (tmp_path / "out").read_text() == 3 * expected
+        assert (tmp_path / "out").stat().st_uid == 2001
+        as_root = lab.run(["sh", "-c", "id -un; echo $OMPI_ALLOW_RUN_AS_ROOT"], cwd="/", user="root").stdout
+        assert as_root == "root\n1\n"
+    assert etc() == before
+
+
+def test_user_by_name(name: str, tmp_path: Path) -> None:
+    """`--user` names root or another user of the machine; the owner of the current folder is the default."""
+    (tmp_path / "lab").symlink_to(ROOT / "lab")
+    os.chown(tmp_path, 12345, 12345)  # nobody's number: the owner gets a name inside
+    for words, user in ([], "student 12345"), (["--user", "root"], "root 0"), (["--user", "daemon"], "daemon 1"):
+        line = [sys.executable, "-m", "lab", "up", "--name", name, "--nodes", "1", *words]
+        subprocess.run(line, cwd=tmp_path, check=True, capture_output=True)
+        assert Lab.find(name).run(["sh", "-c", "echo $(id -un) $(id -u)"], cwd="/").stdout == f"{user}\n"
+        assert f"user: {user.split()[0]} " in command("status", "--name", name).stdout
+        assert command("down", "--name", name).returncode == 0
+    refused = command("up", "--name", name, "--user", "nobody-here")
+    assert refused.stderr == "lab: error: --user nobody-here: this machine has no such user\n"
+
+
+def test_folder_that_is_not_the_users(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One line says that a folder cannot be used, but only if the command needs it."""
+    unshared = tmp_path_factory.mktemp("unshared")
+    closed, foreign, mine = (tmp_path / folder for folder in ("closed", "foreign", "mine"))
+    for folder, mode in (closed, 0o700), (foreign, 0o755), (mine, 0o755):
+        folder.mkdir(mode)
+    hand_over(mine)
+    (mine / "job.sh").write_text("#!/bin/sh\n")
+
+    def said(folder: Path | str, *words: str) -> str:
+        done = command("run", "--name", name, "--chdir", str(folder), "--", *words)
+        assert len(done.stderr.splitlines()) == (1 if done.returncode else 0), done.stderr
+        return done.stderr
+
+    with Lab(name=name, share=on_this_machine_only(tmp_path), tracking="linuxproc"):
+        assert re.search(r"user student cannot enter .*/closed: .*--user root", said(closed, "true"))
+        assert re.search(
+            r"user student cannot write to .*/foreign, .*--user root", said(foreign, "sbatch", "--wrap=true")
+        )
+        assert not said(foreign, "squeue") and not said(foreign, "sbatch", "--output=/dev/null", "--wrap=true")
+        assert not said(mine, "sbatch", "job.sh")
+        assert "is not there inside" in said(unshared, "true")
+
+
+def test_domain_and_names(name: str, tmp_path: Path) -> None:
+    """Hosts may have fully qualified names, and names that resolve to nothing; SLURM works all the same."""
+    with Lab(name=name, share=on_this_machine_only(tmp_path), domain="cluster.example", tracking="linuxproc") as lab:
+        ask = ["srun", "--nodes=2", "sh", "-c", "echo $(hostname) $(hostname -s) $SLURMD_NODENAME"]
+        names = sorted(lab.run(ask, cwd="/").stdout.splitlines())
+        assert names == ["node1.cluster.example node1 node1", "node2.cluster.example node2 node2"]
+        for known in "node1", "node1.cluster.example":
+            done = lab.run(["getent", "hosts", known], node="node2", cwd="/")
+            assert done.stdout.split() == [lab.addresses["node1"], "node1.cluster.example", "node1"]
+        assert command("unresolve", "node1", "--name", name).returncode == 0
+        for place in "head", *lab.nodes:
+            for unknown in "node1", "node1.cluster.example":
+                assert lab.run(["getent", "hosts", unknown], node=place, cwd="/").returncode == 2
+            assert lab.run(["getent", "hosts", "node2"], node=place, cwd="/").returncode == 0
+        job = submit(lab, "srun --nodes=2 hostname", tmp_path, "--nodes=2", "--output=out")
+        assert lab.wait_for_job(job)["JobState"] == "COMPLETED"
+        assert sorted((tmp_path / "out").read_text().split()) == ["node1.cluster.example", "node2.cluster.example"]
+        lab.resolve("node1")
+        assert lab.run(["getent", "hosts", "node1"], node="node1", cwd="/").returncode == 0
+
+
 def sleeps(lab: Lab, job: str) -> list[str]:
     """Return the command lines of a job's sleeping processes."""
     lines = lab.processes()
-    return [lines[pid] for pid in job_processes(lab, job) if lines[pid].startswith("sleep ")]
+    return [lines[pid] for pid in job_processes(lab, job) if lines.get(pid, "").startswith("sleep ")]
