@@ -14,9 +14,9 @@ from lab.cluster import Lab, why_not
 
 def up(args: argparse.Namespace) -> None:
     begin = time.monotonic()
-    lab = Lab(
-        args.nodes, args.cpus, args.gpus, args.name, args.share, args.conf, None, args.tracking, args.user, args.domain
-    )
+    who = {"user": args.user, "domain": args.domain}
+    how = {"tracking": args.tracking, "accounting": args.accounting}
+    lab = Lab(args.nodes, args.cpus, args.gpus, args.name, args.share, args.conf, **who, **how)
     lab.up(detached=True)
     print(f"lab: {' '.join(lab.nodes)} idle after {time.monotonic() - begin:.1f} s; now try")
     print(f"    python -m lab run -- srun --nodes={args.nodes} hostname")
@@ -103,6 +103,7 @@ def parse_args() -> argparse.Namespace:
     who = "who runs commands and jobs (default: the owner of the current folder, or one made up if that is root)"
     action.add_argument("--user", default="", metavar="NAME", help=who)
     action.add_argument("--domain", default="", metavar="NAME", help="of host names (for example: cluster.example)")
+    action.add_argument("--accounting", action="store_true", help="with slurmdbd and MariaDB, so that sacct works")
     for name, function in ("run", run), ("shell", shell):
         action = add(name, function, f"{name} inside the lab, in the current folder")
         action.add_argument("--node", default="head", help="where (default: %(default)s)")

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lab.accounting import check as check_accounting
 from lab.base import SEARCH, LabError
 from lab.config import HEAD, Plan
 from lab.keeper import find_process, inside, output, until
@@ -68,6 +69,7 @@ class Lab:
     `tracking` is one of those in tracking.MODES: whom signals reach; by default the best that works here.
     `user` runs all commands and jobs: by default the owner of the current folder, or if that is root, one made up
     inside the lab. `domain` follows the names of hosts, which are node1.cluster.example then.
+    `accounting` makes `sacct` work, with slurmdbd and MariaDB; it takes some seconds more to start.
     `hosts` changes what names resolve to in one place: {"node1": {"node1": "127.0.1.1"}}.
     Methods raise LabError, whose text is one line for the user. Times are in seconds.
     """
@@ -84,12 +86,27 @@ class Lab:
         tracking: str = "",
         user: str = "",
         domain: str = "",
+        accounting: bool = False,
     ) -> None:
         folders = [name for path in share for name in (os.path.abspath(path), os.path.realpath(path))]
         if os.getcwd() != "/tmp":
             folders.append(os.getcwd())
         overrides = {place: dict(names) for place, names in (hosts or {}).items()}
-        self._use(Plan(name, nodes, cpus, gpus, folders, list(extra_conf), overrides, tracking, user, domain=domain))
+        self._use(
+            Plan(
+                name,
+                nodes,
+                cpus,
+                gpus,
+                folders,
+                list(extra_conf),
+                overrides,
+                tracking,
+                user,
+                domain=domain,
+                accounting=accounting,
+            )
+        )
 
     def _use(self, plan: Plan) -> None:
         self._plan = plan
@@ -124,6 +141,8 @@ class Lab:
         reason = why_not()
         if reason:
             raise LabError(reason)
+        if self._plan.accounting:
+            check_accounting()
         with one_at_a_time():
             if self._running():
                 raise LabError(f"a lab named {self._plan.name} is running; end it first: python -m lab down")

@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lab import tracking
+from lab import accounting, tracking
 from lab.base import LabError
 
 HEAD = "head"  # where slurmctld and munged run, and where jobs are submitted
@@ -33,6 +33,7 @@ class Plan:
     gid: int = 0
     home: str = "/root"
     domain: str = ""
+    accounting: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot work; raises LabError."""
@@ -109,6 +110,8 @@ class Plan:
         with open(self.folder / "munge.key", "wb", opener=lambda path, flags: os.open(path, flags, 0o400)) as key:
             key.write(os.urandom(128))
         tracking.write(self.tracking, self.folder)
+        if self.accounting:
+            accounting.write(self.folder, HEAD, self.addresses[HEAD])
         if self.made_up:
             entries = {
                 "passwd": f"{self.user}:x:{self.uid}:{self.gid}::{self.home}:/bin/sh\n",
@@ -151,6 +154,8 @@ class Plan:
                 "SlurmdLogFile": f"{self.folder}/logs/%n.log",
             }
         )
+        if self.accounting:
+            settings |= accounting.settings(self.folder, self.addresses[HEAD])
         gres = ""
         if self.gpus:
             settings["GresTypes"] = "gpu"

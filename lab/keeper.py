@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lab import tracking
+from lab import accounting, tracking
 from lab.base import LabError
 from lab.config import HEAD, SPOOL, Plan
 
@@ -91,6 +91,8 @@ def start(plan: Plan, cgroups: Path | None) -> None:
 
     daemons = {"munged": launch(plan, "munged", ["munged", "--foreground", *munge_options(plan.folder)])}
     until((plan.folder / "munge.socket").exists, "munged makes its socket", daemons)
+    if plan.accounting:
+        start_accounting(plan, daemons)
     daemons["slurmctld"] = launch(plan, "slurmctld", ["slurmctld", "-D"])
     nodes = {node: spawn_node(plan, node, cgroups) for node in plan.node_names}
     until(lambda: answers(["scontrol", "ping"]) != "", "slurmctld answers", daemons)
@@ -101,6 +103,19 @@ def start(plan: Plan, cgroups: Path | None) -> None:
     until(lambda: answers(states).split() == ["idle"] * plan.nodes, "all nodes are idle", daemons)
     for log in (plan.folder / "logs").glob("*.log"):  # from now on these say everything
         log.with_suffix(".out").unlink(missing_ok=True)
+
+
+def start_accounting(plan: Plan, daemons: dict[str, subprocess.Popen[bytes]]) -> None:
+    """Start the database and slurmdbd, and make the cluster known to it, with an account for the user."""
+    output(accounting.install(plan.folder))
+    os.environ.update(accounting.environment(plan.folder))
+    daemons["database"] = launch(plan, "database", accounting.database(plan.folder))
+    until((plan.folder / "database" / "socket").exists, "the database makes its socket", daemons)
+    daemons["slurmdbd"] = launch(plan, "slurmdbd", ["slurmdbd", "-D"])
+    add = ["sacctmgr", "--immediate", "add", "cluster", plan.name]
+    until(lambda: answers(add) != "", "slurmdbd answers", daemons)
+    output([*add[:3], "account", "lab"])
+    output([*add[:3], "user", plan.user, "account=lab"])
 
 
 def munge_options(folder: Path) -> list[str]:

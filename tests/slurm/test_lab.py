@@ -19,7 +19,7 @@ import runs
 from runs import ROOT
 from slurm_jobs import copy, hand_over, job_processes, on_this_machine_only
 
-from lab import Lab, LabError, cluster, tracking, why_not
+from lab import Lab, LabError, accounting, cluster, tracking, why_not
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(why_not()), reason=str(why_not()))]
 
@@ -440,6 +440,44 @@ def test_domain_and_names(name: str, tmp_path: Path) -> None:
         assert sorted((tmp_path / "out").read_text().split()) == ["node1.cluster.example", "node2.cluster.example"]
         lab.resolve("node1")
         assert lab.run(["getent", "hosts", "node1"], node="node1", cwd="/").returncode == 0
+
+
+def no_accounting() -> str:
+    """Return why there can be no accounting on this machine, or nothing."""
+    try:
+        accounting.check()
+    except LabError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(bool(no_accounting()), reason=no_accounting())
+def test_accounting(name: str, tmp_path: Path) -> None:
+    """`sacct` shows the last slice of a requeued job, `sacct -D` both; so does `seff`, where there is one."""
+    with Lab(name=name, share=on_this_machine_only(tmp_path), accounting=True) as lab:
+        script = '[[ "$SLURM_RESTART_COUNT" ]] || exec sleep 1000; srun true'
+        job = submit(lab, script, tmp_path, "--requeue", "--output=/dev/null")
+        lab.wait_for_job(job, "RUNNING")
+        lab.requeue(job)
+        assert lab.wait_for_job(job)["JobState"] == "COMPLETED"
+
+        def states(*options: str) -> list[str]:
+            words = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=Account,State"]
+            return lab.run([*words, *options], cwd="/", check=True).stdout.split()
+
+        runs.wait_until(lambda: states() == ["lab|COMPLETED"], 30, "the end of the job in the database")
+        assert states("--duplicates") == ["lab|REQUEUED", "lab|COMPLETED"]
+        if shutil.which("seff"):  # part of SLURM's sources that Debian does not package
+            assert "State: COMPLETED" in lab.run(["seff", job], cwd="/", check=True).stdout
+    assert not traces(name)
+
+
+def test_accounting_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the programs, one line names them and the packages."""
+    monkeypatch.setattr(accounting, "PROGRAMS", (*accounting.PROGRAMS, "no-such-program"))
+    with pytest.raises(LabError, match=r"missing programs: .*no-such-program \(apt-get install .* mariadb-server\)"):
+        Lab(name=name, accounting=True).up()
+    assert not traces(name)
 
 
 def sleeps(lab: Lab, job: str) -> list[str]:
