@@ -6,8 +6,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from lab import tracking
+from lab import tracking, tree
 from lab.base import LabError
 from lab.cluster import Lab, why_not
 
@@ -33,8 +34,12 @@ def folder(args: argparse.Namespace) -> str:
     return os.path.abspath(args.chdir)
 
 
+def given(args: argparse.Namespace) -> list[str]:
+    return args.command[1:] if args.command[:1] == ["--"] else args.command
+
+
 def run(args: argparse.Namespace) -> None:
-    words = args.command[1:] if args.command[:1] == ["--"] else args.command
+    words = given(args)
     if not words:
         raise LabError("run: which command? For example: python -m lab run -- sinfo")
     enter(args, words)
@@ -81,13 +86,18 @@ def fault(args: argparse.Namespace) -> None:
     print(f"lab: {args.action} {args.target}: done")
 
 
+def in_tree(args: argparse.Namespace) -> None:
+    tree.run(args.suite, given(args), Path(args.trees), args.clone, args.mirror)
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="lab", description="A throwaway SLURM of several nodes on one machine.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     def add(name: str, function: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
         action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("--name", default="lab", help="which of several labs (default: %(default)s)")
+        if function is not in_tree:
+            action.add_argument("--name", default="lab", help="which of several labs (default: %(default)s)")
         action.set_defaults(function=function)
         return action
 
@@ -126,6 +136,13 @@ def parse_args() -> argparse.Namespace:
         ("timelimit", "JOB", "send SIGUSR1 to a job's batch shell, as near its time limit"),
     ):
         add(name, fault, text).add_argument("target", metavar=target)
+    action = add("tree", in_tree, "run a command, as root, in a whole other Debian with another SLURM")
+    suites = "; ".join(f"{suite}: {text}" for suite, text in tree.SUITES.items())
+    action.add_argument("--trees", default=str(tree.default_folder()), metavar="FOLDER", help="default: %(default)s")
+    action.add_argument("--clone", default="project", metavar="NAME", help="of this repository (default: %(default)s)")
+    action.add_argument("--mirror", default="", metavar="URL", help="of Debian (default: what apt uses here)")
+    action.add_argument("suite", metavar="SUITE", help=suites)
+    action.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
     add("down", down, "end the lab").add_argument("--keep-logs", action="store_true", help="leave its logs")
     return parser.parse_args()
 

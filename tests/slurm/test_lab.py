@@ -19,7 +19,7 @@ import runs
 from runs import ROOT
 from slurm_jobs import copy, hand_over, job_processes, on_this_machine_only
 
-from lab import Lab, LabError, accounting, cluster, tracking, why_not
+from lab import Lab, LabError, accounting, cluster, tracking, tree, why_not
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(why_not()), reason=str(why_not()))]
 
@@ -478,6 +478,61 @@ def test_accounting_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LabError, match=r"missing programs: .*no-such-program \(apt-get install .* mariadb-server\)"):
         Lab(name=name, accounting=True).up()
     assert not traces(name)
+
+
+def test_mirror_of_apt(tmp_path: Path) -> None:
+    """The mirror for a tree is the first one of Debian, not of its security updates, that apt has been told."""
+    with pytest.raises(LabError, match="--mirror"):
+        tree.find_mirror(str(tmp_path))
+    (tmp_path / "sources.list.d").mkdir()
+    new = "Types: deb\nURIs: http://b.example/debian-security\n\nTypes: deb\nURIs: https://a.example/pool/debian/\n"
+    (tmp_path / "sources.list.d" / "debian.sources").write_text(new)
+    assert tree.find_mirror(str(tmp_path)) == "https://a.example/pool/debian/"
+    old = "# deb http://c.example/debian x main\ndeb [a=b] http://d.example/debian x main\n"
+    (tmp_path / "sources.list").write_text(old)
+    assert tree.find_mirror(str(tmp_path)) == "http://d.example/debian"
+
+
+def test_tree_refused(tmp_path: Path) -> None:
+    """No command, a name that is none, no git repository, no such suite: one line says so."""
+    made = tmp_path / "trees" / "made"
+    made.mkdir(parents=True)
+    (made / "complete").touch()
+
+    def refused(folder: Path, *words: str) -> str:
+        line = [sys.executable, "-m", "lab", "tree", "--trees", str(tmp_path / "trees"), *words]
+        variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(line, cwd=folder, env=variables, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        return done.stderr
+
+    assert "which command?" in refused(ROOT, "made")
+    assert "letters and digits" in refused(ROOT, "../made", "--", "true")
+    assert "no git repository" in refused(tmp_path, "made", "--", "true")
+    if shutil.which("debootstrap"):
+        assert "debootstrap: " in refused(ROOT, "--mirror", "file:///nowhere", "no-such-suite", "--", "true")
+    assert not (tmp_path / "trees" / "no-such-suite" / "complete").exists()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("suite", tree.SUITES)
+def test_tree(suite: str) -> None:
+    """In another Debian, with another SLURM, a lab starts and a step runs on two nodes as an ordinary user."""
+    if not shutil.which("debootstrap") and not (tree.default_folder() / suite / "complete").exists():
+        pytest.skip("needs debootstrap")
+    script = """
+        python3 -m lab up --name tree
+        python3 -m lab run --name tree --chdir / -- srun --nodes=2 id -un
+        python3 -m lab run --name tree --chdir / -- sinfo --version
+        python3 -m lab down --name tree
+    """
+    line = [sys.executable, "-m", "lab", "tree", "--clone", f"test{os.getpid()}", suite, "--", "sh", "-ec", script]
+    try:
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("student\n") == 2 and "lab: ended" in done.stdout
+    finally:
+        shutil.rmtree(tree.default_folder() / suite / f"test{os.getpid()}", ignore_errors=True)
 
 
 def sleeps(lab: Lab, job: str) -> list[str]:

@@ -1,0 +1,155 @@
+"""A whole other Debian in a folder, entered like a machine: to see whether something works with another SLURM.
+
+A tree is made once, by debootstrap, in some minutes, and kept. What is committed in the repository is cloned into it
+each time; what git ignores there stays from time to time. Nothing else of the machine changes: the tree's mounts are in
+a mount namespace that ends with the command.
+"""
+
+import contextlib
+import fcntl
+import glob
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lab.base import SEARCH, LabError
+from lab.keeper import LIBC, MS_BIND, MS_PRIVATE, MS_REC, check, mount
+
+SUITES = {
+    "trixie": "SLURM 24.11, Open MPI 5.0, PMIx 5, Python 3.13, GCC 14",
+    "sid": "SLURM 26.05, Open MPI 6.0rc, Python 3.14, Apptainer 1.4",
+}
+PACKAGES = (
+    *("ca-certificates", "python3", "python3-venv", "python3-pip", "python3-dev", "git", "procps"),
+    *("slurm-wlm", "munge", "iproute2", "openmpi-bin", "libopenmpi-dev", "libpmix-dev", "g++", "make", "cmake"),
+)
+MORE = {"sid": ("apptainer", "squashfs-tools", "squashfuse", "uidmap", "fuse3")}
+SETTINGS = ("/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt", "/root/.config/pip/pip.conf")
+CERTIFICATES = SETTINGS[1]
+ENVIRONMENT = {
+    "HOME": "/root",
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "DEBIAN_FRONTEND": "noninteractive",
+}
+CLONE_NEWNS, MNT_DETACH = 0x00020000, 2  # from <sched.h> and <sys/mount.h>
+
+
+def run(suite: str, command: Sequence[str], trees: Path, clone: str = "project", mirror: str = "") -> None:
+    """Become a command in the tree of a suite, in the clone of the current repository; raises LabError."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", suite) or not re.fullmatch(r"[\w-]+", clone):
+        raise LabError(f"{suite} {clone}: a suite of Debian, and a name for the clone, in letters and digits")
+    if not command:
+        raise LabError(f"tree: which command? For example: python -m lab tree {suite} -- sinfo --version")
+    top = output("the current folder is in no git repository", ["git", "rev-parse", "--show-toplevel"]).strip()
+    tree = trees / suite
+    trees.mkdir(parents=True, exist_ok=True)
+    with one_at_a_time(trees):
+        if not (tree / "complete").exists():
+            make(suite, tree, mirror or find_mirror())
+        update(Path(top), tree / clone)
+    enter(tree, f"/{clone}")
+    try:
+        os.execvpe(command[0], command, os.environ | ENVIRONMENT)
+    except FileNotFoundError:
+        raise LabError(f"there is no program {command[0]} in {tree}") from None
+
+
+def default_folder() -> Path:
+    """Where trees are kept unless somebody says otherwise."""
+    return Path(os.environ.get("TREES") or Path(tempfile.gettempdir(), "debian-trees"))
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Let trees be made and changed one after the other."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def find_mirror(apt: str = "/etc/apt") -> str:
+    """The first mirror of Debian that apt has been told; raises LabError."""
+    for name in [f"{apt}/sources.list", *sorted(glob.glob(f"{apt}/sources.list.d/*"))]:
+        if os.path.exists(name):
+            found = re.findall(r"^(?:URIs:|deb\s).*?(https?://\S+)", Path(name).read_text(), re.MULTILINE)
+            mirrors = [url for url in found if url.rstrip("/").endswith("/debian")]
+            if mirrors:
+                return mirrors[0]
+    raise LabError("apt knows no mirror of Debian on this machine: name one with --mirror URL")
+
+
+def make(suite: str, tree: Path, mirror: str) -> None:
+    """Make a tree; raises LabError."""
+    if not shutil.which("debootstrap", path=SEARCH):
+        raise LabError("missing programs: debootstrap (apt-get install debootstrap)")
+    print(f"lab: making {tree}, once; this takes some minutes", flush=True)
+    if tree.exists():
+        shutil.rmtree(tree)  # one that was left half made
+    with open(f"{tree}.log", "w") as log:
+
+        def step(words: Sequence[str], inside: bool = False) -> None:
+            move = (lambda: enter(tree, "/")) if inside else None
+            env = os.environ | (ENVIRONMENT if inside else {"PATH": SEARCH})
+            if subprocess.run(words, stdout=log, stderr=log, env=env, preexec_fn=move).returncode:
+                last = Path(log.name).read_text(errors="replace").splitlines()[-1:]
+                raise LabError(f"{words[0]}: {' '.join(last)}; see {log.name}")
+
+        step(["debootstrap", "--variant=minbase", suite, str(tree), mirror])
+        copy_settings(tree, SETTINGS)
+        step(["apt-get", "-o", "Acquire::Check-Valid-Until=false", "update", "-qq"], inside=True)
+        install = ["apt-get", "install", "-qq", "-y", "--no-install-recommends"]
+        step([*install, *PACKAGES, *MORE.get(suite, ())], inside=True)
+        copy_settings(tree, [CERTIFICATES])  # the package ca-certificates has written its own
+    (tree / "complete").touch()
+
+
+def copy_settings(tree: Path, names: Sequence[str]) -> None:
+    """Copy what the machine needs to reach package indexes, as far as it is there."""
+    for name in names:
+        if os.path.exists(name):
+            target = tree / name.lstrip("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(name, target)
+
+
+def update(repository: Path, clone: Path) -> None:
+    """Bring what is committed in a repository into its clone, which is made if need be."""
+    if (clone / ".git").is_dir():
+        output("git", ["git", "-C", str(clone), "fetch", "--quiet", str(repository), "HEAD"])
+        output("git", ["git", "-C", str(clone), "reset", "--quiet", "--hard", "FETCH_HEAD"])
+    else:
+        output("git", ["git", "clone", "--quiet", str(repository), str(clone)])
+
+
+def output(problem: str, words: Sequence[str]) -> str:
+    """What a command prints; raises LabError if it fails."""
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise LabError(f"{problem}: {' '.join(done.stderr.split())}")
+    return done.stdout
+
+
+def enter(tree: Path, folder: str) -> None:
+    """Give this process a mount namespace in which the tree is everything, and go to a folder in it."""
+    check(LIBC.unshare(CLONE_NEWNS), "a new mount namespace")
+    mount("none", "/", flags=MS_REC | MS_PRIVATE)
+    mount(tree, tree, flags=MS_BIND)
+    for name in "dev", "sys":
+        mount(f"/{name}", tree / name, flags=MS_BIND | MS_REC)
+    mount("proc", tree / "proc", "proc")
+    mount("tmpfs", tree / "run", "tmpfs")
+    for name in "etc/resolv.conf", "etc/hosts":
+        shutil.copy(f"/{name}", tree / name)
+    (tree / "old").mkdir(exist_ok=True)
+    os.chdir(tree)
+    # Not chroot: programs in it could not make user namespaces.
+    check(LIBC.pivot_root(b".", b"old"), "pivot_root")
+    check(LIBC.umount2(b"/old", MNT_DETACH), "umount /old")
+    os.chdir(folder)
