@@ -373,7 +373,8 @@ class Lab:
         if self._slurmd(node):
             raise LabError(f"slurmd of {node} is running")
         cgroup = next((lab / node for lab in leftovers(self.folder.name)), None)
-        output(self._plan.slurmd(node), self.command([], node, "/", {"PATH": SEARCH}, user="root"), cgroup=cgroup)
+        variables = [f"SLURM_CONF={self.folder}/slurm.conf", f"PATH={SEARCH}"]
+        output(self._plan.slurmd(node), [*inside(self._pid_of(node), cgroup), "env", "--chdir=/", *variables])
         until(lambda: bool(self._slurmd(node)), f"slurmd of {node} runs")
 
     def _slurmd(self, node: str) -> list[int]:

@@ -45,7 +45,7 @@ def main() -> None:
     plan = Plan.load(folder)
     hierarchy = tracking.hierarchy(plan.tracking)
     # Held open, for the keeper's own /sys is about to hide it.
-    cgroups = Path(f"/proc/self/fd/{os.open(hierarchy, os.O_PATH)}", folder.name) if hierarchy else None
+    cgroups = Path(f"/proc/1/fd/{os.open(hierarchy, os.O_PATH)}", folder.name) if hierarchy else None
     tmp = Path(f"/proc/self/fd/{os.open('/tmp', os.O_PATH)}")
     pid = spawn(lambda: keep(plan, owner, cgroups, tmp))
     process = find_process(pid)
@@ -97,8 +97,8 @@ def start(plan: Plan, cgroups: Path | None) -> None:
     nodes = {node: spawn_node(plan, node, cgroups) for node in plan.node_names}
     until(lambda: answers(["scontrol", "ping"]) != "", "slurmctld answers", daemons)
     for node, pid in nodes.items():
-        slurmd = [*inside(pid), *plan.slurmd(node), "-D"]
-        daemons[node] = launch(plan, node, slurmd, cgroups / node if cgroups else None)
+        cgroup = cgroups / node if cgroups else None
+        daemons[node] = launch(plan, node, [*inside(pid, cgroup), *plan.slurmd(node), "-D"])
     states = ["sinfo", "--noheader", "--Node", "--partition=lab", "--format=%T"]
     until(lambda: answers(states).split() == ["idle"] * plan.nodes, "all nodes are idle", daemons)
     for log in (plan.folder / "logs").glob("*.log"):  # from now on these say everything
@@ -222,9 +222,17 @@ def check(result: int, what: str) -> None:
         raise LabError(f"{what}: {os.strerror(ctypes.get_errno())}")
 
 
-def inside(pid: int) -> list[str]:
-    """The start of a command line that runs the rest in all namespaces of a process."""
-    return ["nsenter", f"--target={pid}", "--cgroup", "--mount", "--uts", "--ipc", "--net", "--pid"]
+def inside(pid: int, cgroup: Path | None = None) -> list[str]:
+    """The start of a command line that runs the rest in all namespaces of a process, and in its cgroup.
+
+    That can be joined only from outside its namespace, and only by what has the right PID: SLURM since 24.11 refuses
+    a cgroup with a process from another PID namespace, such as an nsenter that waits for its child.
+    """
+    enter = ["nsenter", f"--target={pid}"]
+    others = ["--cgroup", "--mount", "--uts", "--ipc", "--net"]
+    if not cgroup:
+        return [*enter, "--pid", *others]
+    return [*enter, "--pid", "sh", "-c", 'echo 0 >"$0" && exec "$@"', f"{cgroup}/cgroup.procs", *enter, *others]
 
 
 def ip(*lines: str, pid: int | None = None) -> None:
@@ -239,11 +247,11 @@ def answers(words: Sequence[str]) -> str:
     return ""
 
 
-def output(words: Sequence[str], prefix: Sequence[str] = (), text: str = "", cgroup: Path | None = None) -> str:
+def output(words: Sequence[str], prefix: Sequence[str] = (), text: str = "") -> str:
     """What a command prints, given `text` to read; raises LabError, with its first complaint, if it fails."""
-    line, seconds, move = [*prefix, *words], START_SECONDS, tracking.entrance(cgroup)
+    line, seconds = [*prefix, *words], START_SECONDS
     try:
-        done = subprocess.run(line, input=text, capture_output=True, text=True, timeout=seconds, preexec_fn=move)
+        done = subprocess.run(line, input=text, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         raise LabError(f"{' '.join(words)}: no answer within {seconds} s") from None
     if done.returncode != 0:
@@ -252,11 +260,10 @@ def output(words: Sequence[str], prefix: Sequence[str] = (), text: str = "", cgr
     return done.stdout
 
 
-def launch(plan: Plan, name: str, words: Sequence[str], cgroup: Path | None = None) -> subprocess.Popen[bytes]:
+def launch(plan: Plan, name: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start a daemon; what it prints goes to a log too, for it may fail before it opens its own."""
     with open(plan.folder / "logs" / f"{name}.out", "wb") as log:
-        move = tracking.entrance(cgroup)
-        return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", preexec_fn=move)
+        return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/")
 
 
 def until(

@@ -100,15 +100,11 @@ def enter(node: Path) -> None:
     (node / "cgroup.procs").write_text("0")
 
 
-def entrance(node: Path | None) -> Callable[[], None] | None:
-    """The `preexec_fn` of a process that shall begin in the cgroup of a node."""
-    return (lambda: enter(node)) if node else None
-
-
 def mounts(mode: str, mount: Callable[..., None]) -> None:
     """Give a node the hierarchy, where SLURM looks for it; the node's cgroup is its root."""
     if mode == "cgroup-v2":
         mount("cgroup2", MOUNT, "cgroup2")
+        (MOUNT / "system.slice").mkdir(exist_ok=True)  # systemd makes it elsewhere, and SLURM looks for it
     elif mode == "cgroup-v1":
         mount("tmpfs", MOUNT, "tmpfs", options="mode=755")
         (MOUNT / "freezer").mkdir()
