@@ -99,7 +99,7 @@ class Plan:
     def write(self) -> None:
         """Fill the lab's folder, which exists and is empty, with all that its daemons read."""
         (self.folder / "lab.json").write_text(json.dumps(asdict(self), indent=1))
-        for name in "logs", "state", SPOOL:
+        for name in "logs", "state", "etc", SPOOL:
             (self.folder / name).mkdir(mode=0o755)
         (self.folder / "slurm.conf").write_text(self.slurm_conf())
         (self.folder / "cgroup.conf").write_text(tracking.cgroup_conf(self.tracking))

@@ -32,7 +32,7 @@ from lab.config import HEAD, SPOOL, Plan
 LIBC = ctypes.CDLL(None, use_errno=True)
 # From <sched.h>: new mount, UTS, IPC, PID and network namespaces; and a new cgroup namespace.
 CLONE_ALL, CLONE_NEWCGROUP = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000, 0x02000000
-MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18  # from <sys/mount.h>
+MS_RDONLY, MS_BIND, MS_REC, MS_PRIVATE = 1, 4096, 16384, 1 << 18  # from <sys/mount.h>
 START_SECONDS = 60  # for each step; a whole start takes about one second, but machines may be busy
 
 Daemons = Mapping[str, subprocess.Popen[bytes]]
@@ -82,6 +82,7 @@ def start(plan: Plan, cgroups: Path | None) -> None:
     os.environ["SLURM_CONF"] = str(plan.folder / "slurm.conf")
     socket.sethostname(plan.hostname(HEAD))
     cover_tmp(plan)
+    keep_etc(plan)
     cover_etc(plan, HEAD)
     for number in range(plan.gpus):
         os.mknod(plan.folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))  # as /dev/null
@@ -166,6 +167,15 @@ def cover_tmp(plan: Plan) -> None:
         os.makedirs(folder, exist_ok=True)
         mount(f"/proc/self/fd/{handle}", folder, flags=MS_BIND | MS_REC)
         os.close(handle)
+
+
+def keep_etc(plan: Plan) -> None:
+    """Cover /etc, where the kernel can, with a read-only view of itself, for the lab's files to be mounted on.
+
+    A mount on a file of the machine's own /etc is lost when that file is replaced, as installing packages does.
+    """
+    with contextlib.suppress(LabError):
+        mount("overlay", "/etc", "overlay", MS_RDONLY, f"lowerdir={plan.folder}/etc:/etc")
 
 
 def cover_etc(plan: Plan, place: str) -> None:

@@ -421,6 +421,23 @@ def test_folder_that_is_not_the_users(name: str, tmp_path: Path, tmp_path_factor
         assert "is not there inside" in said(unshared, "true")
 
 
+REPLACE = """
+mount -t tmpfs tmpfs /mnt && cp -a /etc/. /mnt && mount --bind /mnt /etc
+"$0" -m lab up --name "$1" --nodes 1 --user student
+for file in passwd group hosts nsswitch.conf; do cp "/etc/$file" /etc/new && mv /etc/new "/etc/$file"; done
+"$0" -m lab run --name "$1" --chdir / -- srun sh -c 'id -un; getent hosts head'
+"$0" -m lab down --name "$1"
+"""
+
+
+@pytest.mark.skipif("overlay" not in Path("/proc/filesystems").read_text(), reason="this kernel has no overlay")
+def test_packages_are_installed_meanwhile(name: str) -> None:
+    """A running lab keeps its user and its names when files of the machine's /etc, here a copy, are replaced."""
+    line = ["unshare", "--mount", "sh", "-ec", REPLACE, sys.executable, name]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "student\n10.210.0.254" in done.stdout, done.stdout + done.stderr
+
+
 def test_domain_and_names(name: str, tmp_path: Path) -> None:
     """Hosts may have fully qualified names, and names that resolve to nothing; SLURM works all the same."""
     with Lab(name=name, share=on_this_machine_only(tmp_path), domain="cluster.example", tracking="linuxproc") as lab:
