@@ -146,22 +146,30 @@ class Lab:
         with one_at_a_time():
             if self._running():
                 raise LabError(f"a lab named {self._plan.name} is running; end it first: python -m lab down")
-            self.down()  # what is left of one whose keeper was killed
-            self._use(replace(self._plan, tracking=choose(self._plan.tracking), **self._plan.account()))
-            try:
-                self.folder.mkdir()
-                self.folder.chmod(0o711)  # munged wants every user to reach its socket
-                self._plan.write()
-                self._start_keeper()
-                if detached:
-                    (self.folder / "detached").touch()
-            except LabError as error:
-                self.down(keep_logs=True)
-                raise LabError(f"{error}; logs are in {self.folder}/logs") from None
-            except BaseException:
-                self.down()
-                raise
+            modes = choose(self._plan.tracking)
+            for mode in modes:
+                self.down()  # what is left of one whose keeper was killed, or of the last attempt
+                self._use(replace(self._plan, tracking=mode, **self._plan.account()))
+                try:
+                    self._start(detached)
+                    break
+                except LabError as error:
+                    self.down(keep_logs=True)
+                    # A slurmd may dislike a machine's cgroups for reasons of its own: then the next mode may do.
+                    if mode == modes[-1] or not re.match(r"node\d+ |cannot make namespaces", str(error)):
+                        raise LabError(f"{error}; logs are in {self.folder}/logs") from None
+                except BaseException:
+                    self.down()
+                    raise
         return self
+
+    def _start(self, detached: bool) -> None:
+        self.folder.mkdir()
+        self.folder.chmod(0o711)  # munged wants every user to reach its socket
+        self._plan.write()
+        self._start_keeper()
+        if detached:
+            (self.folder / "detached").touch()
 
     def _start_keeper(self) -> None:
         """Start the process that the lab hangs on, and wait until it says that the lab is ready."""

@@ -26,13 +26,13 @@ MODES = {
 }
 
 
-def choose(wanted: str = "") -> str:
-    """The mode to use: the one that is wanted, or the best that works here; raises LabError."""
+def choose(wanted: str = "") -> list[str]:
+    """The modes to try: the one that is wanted, or by preference those that should work here; raises LabError."""
     if wanted and wanted not in MODES:
         raise LabError(f"--tracking {wanted}: must be one of {' '.join(MODES)}")
     if wanted and (reason := why_not(wanted)):
         raise LabError(f"--tracking {wanted}: {reason}")
-    return wanted or next(mode for mode in MODES if not why_not(mode))
+    return [wanted] if wanted else [mode for mode in MODES if not why_not(mode)]
 
 
 def why_not(mode: str) -> str | None:

@@ -352,6 +352,18 @@ def test_suspended_job_ends_with_its_lab(tracked: Lab, tmp_path: Path) -> None:
     assert not traces(tracked.folder.name.removeprefix("slurm-lab-"))
 
 
+def test_next_way_to_track(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where slurmd does not start with the best mode, the next is used, unless the first was asked for."""
+    texts = {"filter": "CgroupPlugin=nonsense\n", "linuxproc": tracking.cgroup_conf("linuxproc")}
+    monkeypatch.setattr(tracking, "cgroup_conf", texts.get)
+    monkeypatch.setattr(tracking, "MODES", texts)
+    monkeypatch.setattr(tracking, "why_not", lambda mode: None)
+    with Lab(name=name, nodes=1) as lab:
+        assert lab.tracking == "linuxproc"
+    with pytest.raises(LabError, match="node1 ended"):
+        Lab(name=name, nodes=1, tracking="filter").up()
+
+
 def test_tracking_by_name(name: str) -> None:
     """A mode can be forced, `status` names it, and one that cannot be is refused with one line."""
     assert command("up", "--name", name, "--nodes", "1", "--tracking", "linuxproc").returncode == 0
