@@ -92,21 +92,9 @@ class Lab:
         if os.getcwd() != "/tmp":
             folders.append(os.getcwd())
         overrides = {place: dict(names) for place, names in (hosts or {}).items()}
-        self._use(
-            Plan(
-                name,
-                nodes,
-                cpus,
-                gpus,
-                folders,
-                list(extra_conf),
-                overrides,
-                tracking,
-                user,
-                domain=domain,
-                accounting=accounting,
-            )
-        )
+        plan = Plan(name, nodes, cpus, gpus, folders, list(extra_conf), overrides, tracking, user)
+        self._asked = replace(plan, domain=domain, accounting=accounting)  # `up` decides what it leaves open
+        self._use(self._asked)
 
     def _use(self, plan: Plan) -> None:
         self._plan = plan
@@ -146,10 +134,10 @@ class Lab:
         with one_at_a_time():
             if self._running():
                 raise LabError(f"a lab named {self._plan.name} is running; end it first: python -m lab down")
-            modes = choose(self._plan.tracking)
+            modes, account = choose(self._asked.tracking), self._asked.account()
             for mode in modes:
                 self.down()  # what is left of one whose keeper was killed, or of the last attempt
-                self._use(replace(self._plan, tracking=mode, **self._plan.account()))
+                self._use(replace(self._asked, tracking=mode, **account))
                 try:
                     self._start(detached)
                     break
