@@ -148,9 +148,9 @@ def judge_python(reports: list[dict], job: Any) -> Row:
         nodes.setdefault(report["python"], []).append(report["node"])
     if len(nodes) > 1:
         result = few(f"{', '.join(sorted(set(where)))}: {python}" for python, where in nodes.items())
-        return result, "FAIL", "one environment in a folder that all nodes share; see `source` in run.slurm"
+        return result, "FAIL", "one environment in a folder that all nodes share; see VENV in run.slurm"
     if "no torch" in reports[0]["python"]:
-        return reports[0]["python"], "FAIL", "install requirements.txt on the login node; see `source` in run.slurm"
+        return reports[0]["python"], "FAIL", "install requirements.txt on the login node; see VENV in run.slurm"
     return reports[0]["python"], "ok", ""
 
 

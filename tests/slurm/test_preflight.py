@@ -58,6 +58,15 @@ class Place:
         """Submit and wait."""
         return self.finish(self.submit(*options, **settings))
 
+    def environment(self, **programs: str) -> Path:
+        """Make an environment for VENV whose programs are these shell scripts; `python` is ours if not named."""
+        venv = Path(tempfile.mkdtemp(prefix="venv-", dir=self.folder))
+        (venv / "bin").mkdir()
+        for name, script in {"python": f'exec {sys.executable} "$@"', **programs}.items():
+            (venv / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+            (venv / "bin" / name).chmod(0o755)
+        return venv
+
 
 def make(name: str, **settings: Any) -> Iterator[Place]:
     """Start a lab of two nodes with a copy of preflight/ in a folder that they share."""
@@ -94,12 +103,7 @@ def other_python(place: Place) -> Iterator[Callable[[str], Path]]:
     mounts = []
 
     def environment(command: str) -> Path:
-        venv = Path(tempfile.mkdtemp(prefix="venv-", dir=place.folder))
-        (venv / "bin").mkdir()
-        (venv / "bin/activate").write_text(f"PATH={venv}/bin:$PATH\n")
-        for name, program in ("python", sys.executable), ("other", command):
-            (venv / "bin" / name).write_text(f'#!/bin/sh\nexec {program} "$@"\n')
-            (venv / "bin" / name).chmod(0o755)
+        venv = place.environment(other=f'exec {command} "$@"')
         place.lab.bind("node2", venv / "bin/other", venv / "bin/python")
         mounts.append(venv / "bin/python")
         return venv
@@ -145,6 +149,36 @@ def test_wrong_counts(place: Place) -> None:
 
 
 @needs_lab
+def test_site_exports_nothing(place: Place) -> None:
+    """sbatch --export=NONE sets SLURM_EXPORT_ENV=NONE, as some sites do; VENV has its default, for it is lost too."""
+    (place.folder / ".venv").symlink_to(sys.prefix)
+    try:
+        run = place.run("--export=NONE")
+    finally:
+        (place.folder / ".venv").unlink()
+    assert run.status == 0 and str(place.folder / ".venv/bin/python") in run.rows["python"][0], run.log
+
+
+@needs_lab
+def test_refused(place: Place) -> None:
+    """run.slurm says in one line that there is no environment, or that it does not know the cores of a task."""
+    script = place.folder / "run.slurm"
+    text = script.read_text()
+    missing = place.submit(venv="nowhere")
+    header = "#SBATCH --cpus-per-gpu=2\n#SBATCH --gpus-per-node=2"
+    script.write_text(text.replace("#SBATCH --cpus-per-task=4", header))
+    try:
+        words = ["sbatch", "--parsable", "run.slurm", "--no-internet"]
+        unbound = place.lab.run(words, cwd=place.folder, env={"VENV": sys.prefix}, check=True).stdout.strip()
+    finally:
+        script.write_text(text)
+    for job, line in (missing, f"no {place.folder}/nowhere/bin/python: VENV"), (unbound, "no SLURM_CPUS_PER_TASK: "):
+        run = place.finish(job)
+        assert run.status == 2 and run.log.startswith(f"run.slurm: error: {line}"), run.log
+        assert run.log.count("\n") == 1
+
+
+@needs_lab
 @pytest.mark.parametrize(
     "options", [["--ntasks-per-node=2"], pytest.param(["--ntasks=3", "--ntasks-per-node=2"], marks=pytest.mark.faults)]
 )
@@ -171,7 +205,7 @@ def test_another_python(place: Place, other_python: Callable[[str], Path]) -> No
     run = place.run(venv=other_python(sys._base_executable))
     assert run.failed >= {"python"} and run.status == 1, run.log
     assert f"node2: Python {sys.version.split()[0]}" in run.rows["python"][0]
-    assert "source" in run.rows["python"][2]
+    assert "VENV" in run.rows["python"][2]
     assert run.rows["names"][1] == run.rows["connections"][1] == run.rows["shared"][1] == "ok"
 
 
