@@ -30,7 +30,7 @@ ROUNDS = {"hello": 30, "peers": 25, "torch": 120, "reduce": 75}  # seconds that 
 IMPORT_SECONDS, REDUCE_SECONDS = 110, 20  # torch is slow to load the first time; an all-reduce takes milliseconds
 SHARED_SECONDS = 10  # for a file to show up on the other nodes
 MEGABYTES = 8  # of the all-reduced tensor
-VARIABLES = ["CPUS_PER_TASK", "GPUS_ON_NODE", "GPUS_PER_TASK", "TRES_PER_TASK", "STEP_TASKS_PER_NODE"]
+VARIABLES = ["CPUS_PER_TASK", "GPUS_PER_TASK", "TRES_PER_TASK", "STEP_TASKS_PER_NODE"]
 
 
 class Job(NamedTuple):
@@ -279,12 +279,21 @@ def find_shared(job: Job, roster: dict[int, Any]) -> dict[str, Any]:
         time.sleep(0.2)
 
 
-def find_gpus(_: Job, __: dict[int, Any]) -> int:
-    """Return how many GPUs the driver shows to this task; 0 where there is no driver."""
+def asked_gpus() -> int:
+    """Return how many GPUs of this node the job was given. SLURM before 21.08 says it in CUDA_VISIBLE_DEVICES only."""
+    if os.environ.get("SLURM_GPUS_ON_NODE"):
+        return int(os.environ["SLURM_GPUS_ON_NODE"])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return len([device for device in visible if device not in ("", "NoDevFiles")])  # the latter: a job without GPUs
+
+
+def find_gpus(_: Job, __: dict[int, Any]) -> list[str]:
+    """Return the driver's version once for each GPU that it shows to this task; nothing where there is no driver."""
     if not shutil.which("nvidia-smi"):
-        return 0
-    done = subprocess.run(["nvidia-smi", "--list-gpus"], stdout=subprocess.PIPE, text=True, timeout=12)
-    return done.stdout.count("UUID: GPU")
+        return []
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=12)
+    return re.findall(r"^[\d.]+$", done.stdout, re.MULTILINE)  # messages of a failure are there too
 
 
 def find_internet(job: Job, _: dict[int, Any]) -> str:
@@ -301,6 +310,21 @@ def find_internet(job: Job, _: dict[int, Any]) -> str:
 # Torch, in a process of its own: one that is missing, crashes or hangs takes no other answer with it.
 
 
+def try_gpus(job: Job, torch: Any) -> tuple[int, str]:
+    """Return how many GPUs torch can use, and why not more: each GPU that this task would use has to compute."""
+    count, problem = torch.cuda.device_count(), ""  # by NVML, so too many where CUDA does not accept the driver
+    if not asked_gpus():
+        return count, ""  # those may be somebody else's
+    mine = range(count) if job.pattern == "per-node" else range(count)[int(os.environ["SLURM_LOCALID"]) :][:1]
+    for device in mine or [0]:  # without any, this raises the reason
+        try:
+            torch.ones(1, device=f"cuda:{device}").sum().item()
+        except Exception as error:
+            problem = problem or describe(error).split(". ")[0]
+            count -= device in mine
+    return count, problem
+
+
 def torch_process(job: Job, pipe: Any, other_end: Any) -> None:
     """Import torch and say so, wait for the address of a store, all-reduce, and say how fast."""
     other_end.close()  # so that the parent's end is noticed
@@ -313,8 +337,11 @@ def torch_process(job: Job, pipe: Any, other_end: Any) -> None:
 
     limit = timedelta(seconds=REDUCE_SECONDS)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if job.rank == 0 else None
-    gpus = torch.cuda.device_count()
-    pipe.send({"torch": torch.__version__, "cuda": gpus, "store": store.port if store else 0})
+    gpus, problem = try_gpus(job, torch)
+    cuda, rocm = torch.version.cuda, torch.version.hip
+    build = f"CUDA {cuda}" if cuda else f"ROCm {rocm}" if rocm else "CPU only"
+    facts = {"torch": torch.__version__, "build": build, "cuda": gpus, "gpu_problem": problem}
+    pipe.send({**facts, "store": store.port if store else 0})
     try:
         host, port, backends = pipe.recv()
     except EOFError:  # the task has ended
@@ -375,6 +402,7 @@ def hello(job: Job, board: Head | Guest) -> dict[str, Any]:
     """Return what is known at once. A leader also leaves a file and a listener for the others."""
     facts: dict[str, Any] = {name: os.environ.get(f"SLURM_{name}") for name in VARIABLES}
     facts.update(node=job.node, leader=job.leader, clock=board.clock, tasks=1, cpus=len(os.sched_getaffinity(0)))
+    facts["asked_gpus"] = asked_gpus()
     if job.leader:
         facts["listener"] = listen(0, tell_node)
         with contextlib.suppress(OSError):  # find_shared will say it

@@ -70,7 +70,7 @@ def judge_cpus(reports: list[dict], job: Any) -> Row:
 def judge_tasks(reports: list[dict], job: Any) -> Row:
     pieces = re.findall(r"(\d+)(?:\(x(\d+)\))?", reports[0]["STEP_TASKS_PER_NODE"])  # 2(x3),1 is 2,2,2,1
     counts = [int(tasks) for tasks, times in pieces for _ in range(int(times or 1))]
-    gpus = int(reports[0]["GPUS_ON_NODE"] or 0)
+    gpus = reports[0]["asked_gpus"]
     result = f"{','.join(map(str, counts[:8]))} on the {len(job.nodes)} nodes, {job.pattern}"
     if len(counts) < len(job.nodes):
         return result, "FAIL", "some nodes got no task: #SBATCH --ntasks-per-node=N instead of --ntasks"
@@ -108,21 +108,40 @@ def judge_port(reports: list[dict], job: Any) -> Row:
 
 def judge_gpus(reports: list[dict], job: Any) -> Row:
     faults, advice, status = [], "", "ok"
+    asked = reports[0]["asked_gpus"]
+    if asked and os.environ.get("ALLOW_CPU") == "1" and not any(r.get("cuda") for r in reports):
+        return f"{asked} a node asked for, unusable; ALLOW_CPU=1 permits the CPU", "ok", ""
     for r in reports:
-        asked, seen = int(r["GPUS_ON_NODE"] or 0), r.get("cuda", r["gpus"])  # torch's count, else the driver's
-        where = f"{r['node']}: {asked} asked for, {r['gpus']} in nvidia-smi, {r.get('cuda', 'none')} in torch"
-        if asked > seen and (r["GPUS_PER_TASK"] or "gpu" in (r["TRES_PER_TASK"] or "")):
+        asked, shown = r["asked_gpus"], len(r["gpus"])
+        seen = r.get("cuda", shown)  # torch's count, else the driver's
+        driver = f"driver {r['gpus'][0]}" if shown else "no driver"
+        where = f"{r['node']}: {asked} asked for, {shown} in nvidia-smi ({driver}), {r.get('cuda', 'none')} usable in"
+        where += f" torch {r['torch']} ({r['build']})" if "build" in r else " torch"
+        where += f": {r['gpu_problem']}" if r.get("gpu_problem") else ""
+        if asked > seen and seen and (r["GPUS_PER_TASK"] or "gpu" in (r["TRES_PER_TASK"] or "")):
             faults.append(where)
             advice, status = "#SBATCH --gpus-per-node=N; --gpus-per-task hides a node's GPUs from one another", "FAIL"
         elif asked > seen:
             faults.append(where)
-            advice, status = f"is torch a CUDA build, is the driver new enough? Else {STAFF} about those nodes", "FAIL"
+            advice, status = gpu_advice(r), "FAIL"
         elif not asked and seen and status == "ok":
             faults.append(where)
             advice, status = "GPUs that were not asked for: #SBATCH --gpus-per-node=N", "WARN"
     if faults:
         return few(faults) + f" (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')})", status, advice
-    return f"{reports[0]['GPUS_ON_NODE'] or 0} a node asked for and seen", "ok", ""
+    return f"{asked} a node asked for and usable", "ok", ""
+
+
+def gpu_advice(report: dict) -> str:
+    """Say which torch to install, if it is torch that keeps this task from its GPUs."""
+    problem, install = report.get("gpu_problem", ""), "uv pip install --reinstall torch torchvision"
+    if "no kernel image" in problem:
+        return f"this torch is not built for these GPUs; for V100 and older: UV_TORCH_BACKEND=cu126 {install}"
+    if report["gpus"] and ("too old" in problem or report.get("build") == "CPU only"):
+        return f"a torch for that driver: UV_CUDA_DRIVER_VERSION={report['gpus'][0]} UV_TORCH_BACKEND=auto {install}"
+    if report.get("build") == "CPU only" or not report["gpus"]:
+        return f"a torch for the node's GPUs: UV_TORCH_BACKEND=auto {install} there; if it finds no driver, {STAFF}"
+    return f"{STAFF} about those nodes"
 
 
 def judge_clocks(reports: list[dict], job: Any) -> Row:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,21 @@ from lab import Lab, why_not
 
 FOLDER = ROOT / "preflight"
 ROWS = ["answers", "names", "connections", "cpus", "tasks", "shared", "port", "gpus", "clock", "python", "reduce"]
+# Real torch, but with other answers to what it would ask a driver; it is imported in place of this file.
+TORCH = """
+import sys
+sys.path.remove({folder!r})
+del sys.modules["torch"]
+import torch
+def lazy_init():
+    raise {error}
+torch.cuda._lazy_init, torch.cuda.device_count, torch.version.cuda = lazy_init, lambda: {count}, {cuda!r}
+"""
+OLD_DRIVER = (  # what torch says, in full
+    "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading "
+    "and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx Alternatively, go to: "
+    "https://pytorch.org to install a PyTorch version that has been compiled with your version of the CUDA driver."
+)
 
 pytestmark = [pytest.mark.slurm]
 needs_lab = pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
@@ -42,10 +58,17 @@ class Place:
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.lab, self.folder = lab, folder
 
-    def submit(self, *options: str, args: tuple[str, ...] = ("--no-internet",), venv: str | Path = sys.prefix) -> str:
+    def submit(
+        self,
+        *options: str,
+        args: tuple[str, ...] = ("--no-internet",),
+        venv: str | Path = sys.prefix,
+        env: dict[str, str] | None = None,
+    ) -> str:
         """Submit run.slurm with `options` of sbatch and `args` of preflight.py; return the job's id."""
         words = ["sbatch", "--parsable", "--cpus-per-task=2", *options, "run.slurm", *args]
-        done = self.lab.run(words, cwd=self.folder, env={"VENV": str(venv)})
+        # ALLOW_CPU: here the lab's GPUs, which are stand-ins, shall be seen to be unusable.
+        done = self.lab.run(words, cwd=self.folder, env={"VENV": str(venv), "ALLOW_CPU": "", **(env or {})})
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -145,7 +168,41 @@ def test_wrong_counts(place: Place) -> None:
     run = place.run("--cpus-per-task=4", "--nodes=1", "--gpus-per-node=2")
     assert run.status == 1 and run.failed == {"cpus", "gpus"}, run.log
     assert "node1" in run.rows["cpus"][0]
-    assert "node1: 2 asked for" in run.rows["gpus"][0]
+    result, _, advice = run.rows["gpus"]
+    assert "node1: 2 asked for, 0 in nvidia-smi (no driver), 0 usable in torch" in result
+    assert "Found no NVIDIA driver" in result and "UV_TORCH_BACKEND=auto" in advice
+
+
+@needs_lab
+@pytest.mark.parametrize(
+    ("error", "build"),
+    [
+        (RuntimeError(OLD_DRIVER), "CUDA 13.2"),
+        (AssertionError("Torch not compiled with CUDA enabled"), "CPU only"),
+    ],
+)
+def test_torch_cannot_use_the_gpus(place: Place, error: Exception, build: str) -> None:
+    """The driver shows two GPUs, and torch has no use for them: the driver is too old, or the wheel is for CPUs."""
+    cuda = build.removeprefix("CUDA ") if "CUDA" in build else None
+    venv = place.environment(**{"nvidia-smi": "echo 470.57.02; echo 470.57.02"})
+    text = TORCH.format(folder=str(venv), error=repr(error), count=2 if cuda else 0, cuda=cuda)
+    (venv / "torch.py").write_text(text)
+    (venv / "bin/python").write_text(f'#!/bin/sh\nPYTHONPATH={venv} exec {sys.executable} "$@"\n')
+    run = place.run("--nodes=1", "--gpus-per-node=2", venv=venv)
+    assert run.failed == {"gpus"} and run.status == 1, run.log
+    start = "node1: 2 asked for, 2 in nvidia-smi (driver 470.57.02), 0 usable in torch"
+    assert re.match(rf"{re.escape(start)} \S+ \({build}\): {type(error).__name__}: ", run.rows["gpus"][0])
+    assert str(error).split(".")[0] in run.rows["gpus"][0] and "http" not in run.rows["gpus"][0]
+    advice = "UV_CUDA_DRIVER_VERSION=470.57.02 UV_TORCH_BACKEND=auto uv pip install --reinstall torch torchvision"
+    assert advice in run.rows["gpus"][2] and run.rows["reduce"][1] == "ok"
+
+
+@needs_lab
+def test_stand_in_gpus_on_an_old_slurm(place: Place) -> None:
+    """SLURM before 21.08 has no SLURM_GPUS_ON_NODE; and the lab's own GPUs, which are none, can be permitted."""
+    venv = place.environment(python=f'unset SLURM_GPUS_ON_NODE; exec {sys.executable} "$@"')
+    run = place.run("--nodes=1", "--gpus-per-node=2", venv=venv, env={"ALLOW_CPU": "1"})
+    assert run.rows["gpus"] == ("2 a node asked for, unusable; ALLOW_CPU=1 permits the CPU", "ok", ""), run.log
 
 
 @needs_lab
@@ -327,26 +384,29 @@ def test_clock(verdict: ModuleType, job: SimpleNamespace) -> None:
 @pytest.mark.parametrize(
     ("asked", "per_task", "driver", "cuda", "status", "advice"),
     [
-        ("4", None, 4, 4, "ok", ""),
-        (None, None, 0, 0, "ok", ""),
-        ("4", "1", 1, 1, "FAIL", "#SBATCH --gpus-per-node"),
-        ("4", None, 4, 0, "FAIL", "CUDA build"),
-        ("4", "1", 4, 4, "ok", ""),
-        (None, None, 4, 4, "WARN", "#SBATCH --gpus-per-node"),
+        (4, None, 4, 4, "ok", ""),
+        (0, None, 0, 0, "ok", ""),
+        (4, "1", 1, 1, "FAIL", "#SBATCH --gpus-per-node"),
+        (4, None, 4, 0, "FAIL", "cluster's staff about"),
+        (4, None, 4, "no kernel image is available", "FAIL", "UV_TORCH_BACKEND=cu126"),
+        (4, "1", 4, 4, "ok", ""),
+        (0, None, 4, 4, "WARN", "#SBATCH --gpus-per-node"),
     ],
 )
 def test_gpus(
     verdict: ModuleType,
     job: SimpleNamespace,
-    asked: str | None,
+    asked: int,
     per_task: str | None,
     driver: int,
-    cuda: int,
+    cuda: int | str,
     status: str,
     advice: str,
 ) -> None:
-    report = {"node": "node1", "GPUS_ON_NODE": asked, "GPUS_PER_TASK": per_task, "TRES_PER_TASK": None}
-    row = verdict.judge("gpus", [report | {"gpus": driver, "cuda": cuda}], job)
+    report = {"node": "node1", "asked_gpus": asked, "GPUS_PER_TASK": per_task, "TRES_PER_TASK": None}
+    torch = {"torch": "2.15.0", "build": "CUDA 13.2", "cuda": 0, "gpu_problem": cuda}
+    torch |= {"cuda": cuda, "gpu_problem": ""} if isinstance(cuda, int) else {}
+    row = verdict.judge("gpus", [report | torch | {"gpus": ["580.65"] * driver}], job)
     assert row[1] == status and advice in row[2]
 
 
