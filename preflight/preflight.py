@@ -296,6 +296,38 @@ def find_gpus(_: Job, __: dict[int, Any]) -> list[str]:
     return re.findall(r"^[\d.]+$", done.stdout, re.MULTILINE)  # messages of a failure are there too
 
 
+def find_signals(job: Job, roster: dict[int, Any]) -> dict[str, Any]:
+    """Try whether SLURM's signals reach what a task has started; where that cannot be tried, say why."""
+    facts: dict[str, Any] = {"plugin": "", "tree": None, "problem": ""}
+    try:
+        config = subprocess.run(["scontrol", "show", "config"], stdout=subprocess.PIPE, text=True, timeout=4).stdout
+        facts["plugin"] = "".join(re.findall(r"^ProctrackType\s*=\s*(\S+)", config, re.MULTILINE))
+        if len(roster) < job.world:
+            raise ConnectionError("a task is silent")  # it may not have blocked the signal yet, which would end it
+        facts["tree"] = signal_tree(f"{job.id}.{os.environ['SLURM_STEP_ID']}")
+    except (OSError, subprocess.SubprocessError) as error:
+        facts["problem"] = describe(error)
+    return facts
+
+
+def signal_tree(step: str) -> bool:
+    """Have SLURM send USR1 to this step; return whether a child in a session of its own gets it as this task does.
+
+    All tasks have blocked USR1 in main(), and their children inherit that: it ends nobody, but can be waited for.
+    """
+    code = "import signal; signal.sigtimedwait([signal.SIGUSR1], 14)"  # limited, in case this task is killed
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as child:
+        try:
+            subprocess.run(["scancel", "--ctld", "--signal=USR1", step], check=True, timeout=4)
+            if not signal.sigtimedwait([signal.SIGUSR1], 4):
+                raise TimeoutError("scancel --signal=USR1 had no effect within 4 s")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return child.wait(2) == 0
+            return False
+        finally:
+            child.kill()
+
+
 def find_internet(job: Job, _: dict[int, Any]) -> str:
     """Return why the internet cannot be reached, or nothing. A look-up that hangs is usual here, and no fault."""
 
@@ -419,6 +451,8 @@ def play(job: Job, board: Head | Guest, process: Any, pipe: Any) -> None:
     local = int(os.environ["SLURM_LOCALID"])
     roster = board.exchange("hello", hello(job, board))
     probes: dict[str, Callable] = {"gpus": find_gpus}
+    if job.rank == 0:
+        probes["signals"] = find_signals
     if job.leader:
         probes.update(names=find_names, connections=find_connections, shared=find_shared)
         if job.internet:
@@ -452,6 +486,7 @@ def finish(head: Head, process: Any, why: str = "") -> None:
 
 def main() -> None:
     args, board = parse_args(), None
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # before there are threads: see signal_tree
     try:
         job = read_job(args)
         context = multiprocessing.get_context("fork")  # this script is standard input, which cannot be read again

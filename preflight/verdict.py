@@ -144,6 +144,21 @@ def gpu_advice(report: dict) -> str:
     return f"{STAFF} about those nodes"
 
 
+def judge_signals(reports: list[dict], job: Any) -> Row:
+    """For information: both kinds are in use, and the examples work with both."""
+    found = reports[0]["signals"]
+    plugin, tree, problem = found["plugin"], found["tree"], found["problem"]
+    if tree is None:  # not tried: what the plugins are known to do
+        tree = {"proctrack/linuxproc": True, "proctrack/cgroup": False, "proctrack/pgid": False}.get(plugin)
+    how = f"{plugin or 'ProctrackType unknown'}{problem and f'; not tried: {problem}'}"
+    if tree is None:
+        return f"unknown whether they reach what a task starts ({how})", "ok", "take it that they do not"
+    if tree:
+        return f"reach all that a task starts ({how})", "ok", "elsewhere often the task only: do not rely on it"
+    advice = "usual: launchers must pass them on, as torchrun_multinode's run.slurm does"
+    return f"reach a task, not what it starts ({how})", "ok", advice
+
+
 def judge_clocks(reports: list[dict], job: Any) -> Row:
     apart = max(abs(report["clock"]["ahead"]) for report in reports)
     clocks = {report["node"]: report["clock"] for report in reports}
@@ -195,6 +210,7 @@ CHECKS = {
     "shared": judge_shared,
     "port": judge_port,
     "gpus": judge_gpus,
+    "signals": judge_signals,
     "clock": judge_clocks,
     "internet": judge_internet,
     "python": judge_python,

@@ -20,7 +20,8 @@ from runs import ROOT
 from lab import Lab, why_not
 
 FOLDER = ROOT / "preflight"
-ROWS = ["answers", "names", "connections", "cpus", "tasks", "shared", "port", "gpus", "clock", "python", "reduce"]
+ROWS = ["answers", "names", "connections", "cpus", "tasks", "shared", "port", "gpus", "signals", "clock", "python"]
+ROWS += ["reduce"]
 # Real torch, but with other answers to what it would ask a driver; it is imported in place of this file.
 TORCH = """
 import sys
@@ -205,6 +206,33 @@ def test_stand_in_gpus_on_an_old_slurm(place: Place) -> None:
     assert run.rows["gpus"] == ("2 a node asked for, unusable; ALLOW_CPU=1 permits the CPU", "ok", ""), run.log
 
 
+def assert_signals(place: Place) -> None:
+    """The row is what the lab does: tried in the job, and where it cannot be tried, known from the plugin's name."""
+    tried = place.submit("--nodes=1")
+    broken = place.submit("--nodes=1", venv=place.environment(scancel="exit 1"))
+    run, blind = place.finish(tried), place.finish(broken)
+    tree = place.lab.tracking == "linuxproc"
+    reached = "reach all that a task starts" if tree else "reach a task, not what it starts"
+    result, status, advice = run.rows["signals"]
+    assert re.fullmatch(rf"{reached} \(proctrack/\w+\)", result) and status == "ok", run.log
+    assert ("torchrun_multinode" in advice) != tree
+    if place.lab.tracking != "filter":  # which does as proctrack/cgroup, under another name
+        assert blind.rows["signals"][0].startswith(f"{result[:-1]}; not tried: CalledProcessError"), blind.log
+        assert blind.rows["signals"][1:] == (status, advice)
+
+
+@needs_lab
+def test_signals(place: Place) -> None:
+    """Signals reach a task only, with proctrack/cgroup or what the lab has in its place."""
+    assert_signals(place)
+
+
+@needs_lab
+def test_signals_reach_all() -> None:
+    for place in make("presignals", tracking="linuxproc"):
+        assert_signals(place)
+
+
 @needs_lab
 def test_site_exports_nothing(place: Place) -> None:
     """sbatch --export=NONE sets SLURM_EXPORT_ENV=NONE, as some sites do; VENV has its default, for it is lost too."""
@@ -368,6 +396,12 @@ def test_outside_of_a_step(step: dict[str, str]) -> None:
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith("preflight.py: error: ") and done.stderr.count("\n") == 1
     assert "sbatch run.slurm" in done.stderr
+
+
+def test_signals_unknown(verdict: ModuleType, job: SimpleNamespace) -> None:
+    found = {"plugin": "", "tree": None, "problem": "a task is silent"}
+    result, status, _ = verdict.judge("signals", [{"node": "node1", "signals": found}], job)
+    assert "unknown" in result and "not tried: a task is silent" in result and status == "ok"
 
 
 def test_clock(verdict: ModuleType, job: SimpleNamespace) -> None:
