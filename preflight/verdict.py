@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 Row = tuple  # (result, status, advice)
+GRADIENTS, ETHERNET = 4.8, 130  # MB that the examples' ConvNet all-reduces in a step; MB/s that 1 GbE cannot reach
 STAFF = "ask the cluster's staff"
 
 
@@ -199,7 +200,14 @@ def judge_reduce(reports: list[dict], job: Any) -> Row:
     if faults:
         advice = "first mend the rows above; else set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME (see run.slurm)"
         return few(faults), "FAIL", advice
-    return ", ".join(f"{name} {speed:.0f} MB/s" for name, speed in speeds.items()) + f", {job.world} tasks", "ok", ""
+    speed = speeds.get("nccl", speeds["gloo"])  # that of the backend that the examples use here
+    result = ", ".join(f"{name} {speed:.0f} MB/s" for name, speed in speeds.items())
+    result += f", {job.world} tasks: {GRADIENTS / speed * 1000:.0f} ms for a step's {GRADIENTS} MB"
+    # Of N tasks in a ring, each sends 2 (N - 1) / N times the tensor.
+    if min(len(job.nodes), job.world) > 1 and speed * 2 * (job.world - 1) / job.world < ETHERNET:
+        advice = "no faster than 1 GbE (110 MB/s): is there a faster network? GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
+        return result, "WARN", advice + " (see run.slurm)"
+    return result, "ok", ""
 
 
 CHECKS = {

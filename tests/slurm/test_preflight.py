@@ -142,7 +142,7 @@ def test_healthy(place: Place) -> None:
     run = place.run()
     assert {name: row[1] for name, row in run.rows.items()} == dict.fromkeys(ROWS, "ok"), run.log
     assert run.status == 0 and run.info["JobState"] == "COMPLETED"
-    assert "MB/s" in run.rows["reduce"][0]
+    assert re.fullmatch(r"gloo \d+ MB/s, 2 tasks: \d+ ms for a step's 4.8 MB", run.rows["reduce"][0])
     assert not [name for name in os.listdir(place.folder) if name.startswith(".preflight")], "files are left"
 
 
@@ -442,6 +442,20 @@ def test_gpus(
     torch |= {"cuda": cuda, "gpu_problem": ""} if isinstance(cuda, int) else {}
     row = verdict.judge("gpus", [report | torch | {"gpus": ["580.65"] * driver}], job)
     assert row[1] == status and advice in row[2]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "world", "speed", "status"),
+    [(2, 2, 117, "WARN"), (8, 8, 60, "WARN"), (1, 2, 99, "ok"), (2, 2, 1100, "ok")],
+)
+def test_slow_network(
+    verdict: ModuleType, job: SimpleNamespace, nodes: int, world: int, speed: float, status: str
+) -> None:
+    """What 1 GbE gives is a warning: 117 MB/s between two nodes, and about half of it in a ring of many."""
+    job.nodes, job.world = [f"node{n}" for n in range(nodes)], world
+    row = verdict.judge("reduce", [{"node": "node1", "reduce": {"gloo": speed}}], job)
+    assert row[1] == status and f"{4800 / speed:.0f} ms for a step's 4.8 MB" in row[0]
+    assert verdict.judge("reduce", [{"node": "node1", "reduce": {"gloo": 60, "nccl": 1100}}], job)[1] == "ok"
 
 
 def test_a_check_that_raises_is_a_row(verdict: ModuleType, job: SimpleNamespace) -> None:
