@@ -320,6 +320,25 @@ def test_port_taken(place: Place) -> None:
 
 
 @needs_lab
+def test_one_gigabit(place: Place) -> None:
+    """Every node sends no more than 1 GbE would."""
+    shape = ["qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", "900mbit", "burst", "256kb", "latency", "50ms"]
+    try:
+        for node in place.lab.nodes:
+            done = place.lab.run(["tc", *shape], node=node)
+            if done.returncode != 0:
+                pytest.skip(f"this machine cannot slow down a network: {done.stderr}")
+        run = place.run()
+    finally:
+        for node in place.lab.nodes:
+            place.lab.run(["tc", "qdisc", "del", "dev", "eth0", "root"], node=node)
+    assert not run.failed and run.status == 1, run.log
+    result, status, advice = run.rows["reduce"]
+    assert status == "WARN" and "no faster than 1 GbE" in advice and "GLOO_SOCKET_IFNAME" in advice
+    assert 30 < int(result.split()[1]) < 130
+
+
+@needs_lab
 def test_cut_off(place: Place) -> None:
     """The cable of node2 is pulled while its task imports torch."""
     job = place.submit()
