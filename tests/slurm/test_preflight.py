@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import runs
 from runs import ROOT
+from slurm_jobs import hand_over
 
 from lab import Lab, why_not
 
@@ -89,7 +90,7 @@ class Place:
         for name, script in {"python": f'exec {sys.executable} "$@"', **programs}.items():
             (venv / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
             (venv / "bin" / name).chmod(0o755)
-        return venv
+        return hand_over(venv)
 
 
 def make(name: str, **settings: Any) -> Iterator[Place]:
@@ -98,6 +99,7 @@ def make(name: str, **settings: Any) -> Iterator[Place]:
     for file in FOLDER.iterdir():
         if file.is_file():
             shutil.copy(file, folder)
+    hand_over(folder)
     share = [folder, *(path for path in (sys.prefix, sys.base_prefix) if path.startswith("/tmp/"))]
     try:
         # As on a real cluster, where SLURM itself takes minutes to notice a dead node.
@@ -134,7 +136,7 @@ def other_python(place: Place) -> Iterator[Callable[[str], Path]]:
 
     yield environment
     for mount in mounts:
-        place.lab.run(["umount", str(mount)], node="node2", check=True)
+        place.lab.run(["umount", str(mount)], node="node2", user="root", check=True)
 
 
 @needs_lab
@@ -279,7 +281,7 @@ def test_folder_not_shared(place: Place) -> None:
     try:
         run = place.run()
     finally:
-        place.lab.run(["umount", str(place.folder)], node="node2", check=True)
+        place.lab.run(["umount", str(place.folder)], node="node2", user="root", check=True)
     assert run.failed == {"shared"} and run.status == 1, run.log
     assert "node2 does not see the files of node1" in run.rows["shared"][0]
     assert str(place.folder) in run.rows["shared"][0] and "share" in run.rows["shared"][2]
@@ -325,13 +327,13 @@ def test_one_gigabit(place: Place) -> None:
     shape = ["qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", "900mbit", "burst", "256kb", "latency", "50ms"]
     try:
         for node in place.lab.nodes:
-            done = place.lab.run(["tc", *shape], node=node)
+            done = place.lab.run(["tc", *shape], node=node, user="root")
             if done.returncode != 0:
                 pytest.skip(f"this machine cannot slow down a network: {done.stderr}")
         run = place.run()
     finally:
         for node in place.lab.nodes:
-            place.lab.run(["tc", "qdisc", "del", "dev", "eth0", "root"], node=node)
+            place.lab.run(["tc", "qdisc", "del", "dev", "eth0", "root"], node=node, user="root")
     assert not run.failed and run.status == 1, run.log
     result, status, advice = run.rows["reduce"]
     assert status == "WARN" and "no faster than 1 GbE" in advice and "GLOO_SOCKET_IFNAME" in advice
