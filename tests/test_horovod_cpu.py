@@ -5,10 +5,13 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import runs
+import yaml
 from runs import Reference
 
 DEVANAGARI = "धर्मक्षेत्रे कुरुक्षेत्रे समवेता युयुत्सवः।\nमामकाः पाण्डवाश्चैव किमकुर्वत सञ्जय॥\n"
@@ -180,6 +183,12 @@ def test_lm_bad_input(example: str, folder: Path) -> None:
         assert all(text in line for text in texts), lines
 
 
+# In the environment of a test that installs: Python says that its headers are where there are none.
+NO_HEADERS = """
+import sysconfig
+real = sysconfig.get_path
+sysconfig.get_path = lambda name, *more, **others: "/none" if name == "include" else real(name, *more, **others)
+"""
 TOOLS = "bash sh env cat basename grep head tr mkdir mktemp mv cp rm sed tail tar gzip nproc uname"
 
 
@@ -190,6 +199,7 @@ TOOLS = "bash sh env cat basename grep head tr mkdir mktemp mv cp rm sed tail ta
         ("c++", ["no C++ compiler", "g++"]),
         ("cmake", ["no cmake", "apt-get install cmake"]),
         ("make", ["no make", "apt-get install make"]),
+        ("Python.h", ["no Python.h", f"apt-get install python3.{sys.version_info[1]}-dev", "conda"]),
         ("network", ["download failed", "login node"]),
     ],
 )
@@ -203,14 +213,64 @@ def test_install_errors(example: str, folder: Path, tmp_path: Path, missing: str
     for name in [*TOOLS.split(), *{"c++", "cmake", "make", "uv"} - {missing}]:
         if found := shutil.which(name):
             (programs / name).symlink_to(found)
+    (programs / "sitecustomize.py").write_text(NO_HEADERS * (missing == "Python.h"))
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_NO_CACHE_DIR": "1"}
     nowhere |= {"PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
-    variables = {"PATH": str(programs), "XDG_CACHE_HOME": str(tmp_path / "cache")} | nowhere
+    variables = {"PATH": str(programs), "PYTHONPATH": str(programs)} | nowhere
+    variables |= {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     run = runs.Run(["bash", "install.sh"], folder, variables).wait(120)
     errors = [line for line in run.stderr.splitlines() if line.startswith("install.sh: error: ")]
     assert run.status == 1 and len(errors) == 1, run.stderr
     assert all(text in errors[0] for text in texts), errors
     assert not list(tmp_path.glob("cache/**/*.whl"))
+    assert ("building" in run.stdout) == (missing == "network"), "it has begun before it looked for all that it needs"
+
+
+def shell_function(script: Path, *names: str) -> str:
+    """Return the text of functions that a shell script defines."""
+    return "".join(re.search(rf"^{name}\(\) {{.*?^}}\n", script.read_text(), re.M | re.S)[0] for name in names)
+
+
+def test_install_changes_what_is_there(example: str, source: Path, tmp_path: Path) -> None:
+    """A line that install.sh wants to change is changed; without it, as in another release, it ends and says where."""
+    change = shell_function(source / "install.sh", "fail", "change") + "set -eu; version=1; change 'a const b;' 'a b;' "
+    for name, text in (("one.h", "a const b;\nrest\n"), ("none.h", "a b;\nrest\n"), ("two.h", "a const b;\n" * 2)):
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(["bash", "-c", change + "one.h"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "one.h").read_text() == "a b;\nrest\n", done.stderr
+    for name in ("none.h", "two.h"):
+        done = subprocess.run(["bash", "-c", change + name], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 1 and done.stderr.startswith(f"install.sh: error: {name} of Horovod"), done.stderr
+        assert done.stderr.count("\n") == 1 and "a const b;" in done.stderr
+
+
+def test_install_takes_uv_from_the_environment(example: str, source: Path, tmp_path: Path) -> None:
+    """An environment without pip that holds uv as a module only is as good as one with uv on the PATH."""
+    text = (source / "install.sh").read_text()
+    choice = text[text.index("uv=(uv)\n") : text.index("\nmpi=")]
+    (tmp_path / "python").write_text('#!/bin/sh\n[ "$1 $2" = "-m uv" ]\n')
+    (tmp_path / "python").chmod(0o755)
+    script = f'set -eu\npython={tmp_path}/python\n{choice}\necho "${{install[@]}}"'
+    bash = shutil.which("bash")
+    done = subprocess.run([bash, "-c", script], capture_output=True, text=True, env={"PATH": "/nowhere"})
+    python = tmp_path / "python"
+    assert done.stdout == f"{python} -m uv pip install --quiet --python {python}\n", done.stderr
+
+
+def test_conda_environment(example: str, source: Path) -> None:
+    """environment.yml has a supported Python and all that install.sh may ask for, by the names in its messages."""
+    environment = yaml.safe_load((source / "environment.yml").read_text())
+    script, guide = (source / "install.sh").read_text(), (source / "README.md").read_text()
+    *items, pip = environment["dependencies"]
+    packages = {name: version for name, _, version in (item.partition("=") for item in items)}
+    first, last = map(int, re.search(r"Python 3\.(\d+) to 3\.(\d+)", guide).groups())
+    assert first <= int(re.fullmatch(r"3\.(\d+)", packages["python"])[1]) <= last
+    wanted = set(re.findall(r"conda install ([\w-]+)", script))
+    assert {"cmake", "make", "cxx-compiler"} <= wanted <= set(packages)
+    assert "mpicxx" in script and {"openmpi", "pip"} <= set(packages)
+    assert environment["channels"] == ["conda-forge", "nodefaults"]
+    assert f"conda activate {environment['name']} && bash install.sh" in guide
+    assert pip == {"pip": ["-r requirements.txt"]} and (source / "requirements.txt").exists()
 
 
 def test_second_install(example: str, reference: Reference) -> None:

@@ -1,12 +1,12 @@
 #!/bin/bash
 # Install Horovod into the active environment, after: pip install -r requirements.txt
-# Its last release does not compile with today's torch as it is, so this changes four lines of it and builds a wheel,
-# once (2 to 4 minutes): the next environment with the same torch, Python and MPI gets that wheel from a cache.
+# Its last release does not compile with today's torch as it is, so this changes six lines of it and builds a wheel,
+# once (2 to 5 minutes): the next environment with the same torch, Python and MPI gets that wheel from a cache.
 set -euo pipefail
 
 version=0.28.1
 sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
-recipe=1  # raise it when what is built below changes, so that no older wheel is taken from the cache
+recipe=2  # raise it when what is built below changes, so that no older wheel is taken from the cache
 cache="${XDG_CACHE_HOME:-$HOME/.cache}/horovod-wheels"
 
 fail() {
@@ -15,12 +15,19 @@ fail() {
 }
 
 python="$(command -v python)" || fail "there is no python: activate the environment first (source .venv/bin/activate)"
-"$python" -c 'import torch, cffi, cloudpickle, packaging, psutil, yaml' 2>/dev/null ||
+# Nothing is imported here, since torch takes seconds: what is missing is said at once.
+key="$("$python" -c 'import sys, sysconfig, runpy
+from importlib.util import find_spec
+assert all(map(find_spec, ["cffi", "cloudpickle", "packaging", "psutil", "yaml"]))
+torch = runpy.run_path(find_spec("torch").submodule_search_locations[0] + "/version.py")["__version__"]
+print(f"torch{torch}-py{sys.version_info[0]}.{sys.version_info[1]}-{sysconfig.get_platform()}")' 2>/dev/null)" ||
     fail "torch or another requirement is missing in the environment of $python: pip install -r requirements.txt"
+uv=(uv)
+! "$python" -m uv --version >/dev/null 2>&1 || uv=("$python" -m uv)
 if "$python" -m pip --version >/dev/null 2>&1; then
     install=("$python" -m pip install --quiet)
-elif command -v uv >/dev/null; then
-    install=(uv pip install --quiet --python "$python")
+elif "${uv[@]}" --version >/dev/null 2>&1; then
+    install=("${uv[@]}" pip install --quiet --python "$python")
 else
     fail "$python has no pip, and there is no uv: python -m ensurepip"
 fi
@@ -30,24 +37,42 @@ if echo '#include <mpi.h>' | mpicxx -x c++ -fsyntax-only - 2>/dev/null; then
     mpi="$(mpirun --version 2>/dev/null | head -n 1 | tr -cs 'A-Za-z0-9.\n' '_')"
     mpi="${mpi:-mpi}"
 fi
-key="$("$python" -c 'import sys, sysconfig, torch
-print(f"torch{torch.__version__}-py{sys.version_info[0]}.{sys.version_info[1]}-{sysconfig.get_platform()}")')"
 folder="$cache/$version-$recipe-$key-$mpi"
 
-build() {
-    local cxx="${CXX:-c++}" work="$1"
+check_tools() {
+    local cxx="${CXX:-c++}" xy include
     command -v "$cxx" >/dev/null ||
         fail "no C++ compiler ($cxx): apt-get install g++, conda install cxx-compiler, or module load gcc"
     echo '#include <concepts>' | "$cxx" -std=c++20 -x c++ -fsyntax-only - 2>/dev/null ||
         fail "$cxx does not know C++20, which torch needs: conda install cxx-compiler, or module load gcc (11 or newer)"
     command -v cmake >/dev/null || fail "no cmake: apt-get install cmake, conda install cmake, or module load cmake"
     command -v make >/dev/null || fail "no make: apt-get install make, or conda install make"
+    read -r xy include < <("$python" -c 'import sys, sysconfig
+print("%d.%d" % sys.version_info[:2], sysconfig.get_path("include"))')
+    echo '#include <Python.h>' | "$cxx" -I"$include" -x c++ -fsyntax-only - 2>/dev/null ||
+        fail "no Python.h: apt-get install python$xy-dev, or dnf install python$xy-devel; conda's python has it"
+}
 
-    # The tools of the build get an environment of their own, which sees the packages of the active one.
-    "$python" -m venv "$work/tools" >/dev/null 2>&1 || uv venv --quiet --clear --seed --python "$python" "$work/tools" ||
+change() {  # OLD NEW FILE...: one line of each file; another release may not have it any more, which is an error
+    local old="$1" new="$2" file
+    for file in "${@:3}"; do
+        [[ "$(grep -c -- "$old" "$file")" == 1 ]] ||
+            fail "$file of Horovod $version does not have exactly one line with $old: adapt install.sh to it"
+        sed -i "s/$old/$new/" "$file"
+    done
+}
+
+build() {
+    local work="$1"
+    "$python" -c 'import torch' ||
+        fail "torch does not start, see above: pip install --force-reinstall -r requirements.txt"
+    # The tools of the build get an environment of their own, which sees the packages that the active one sees:
+    # with --system-site-packages torch may be the site's own.
+    "$python" -m venv "$work/tools" >/dev/null 2>&1 ||
+        "${uv[@]}" venv --quiet --clear --seed --python "$python" "$work/tools" ||
         fail "no environment to build in: apt-get install python3-venv, or pip install uv (needs the internet)"
     local tools="$work/tools/bin/python" log="$work/log"
-    "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+    "$python" -c 'import sys; print(*sys.path[1:], sep="\n")' \
         >"$("$tools" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/active.pth"
     echo "horovod==$version --hash=sha256:$sha256" >"$work/sdist.txt"
     if ! { "$tools" -m pip install --ignore-installed 'setuptools==79.0.1' 'wheel==0.45.1' &&
@@ -58,12 +83,16 @@ build() {
     fi
     tar -xzf "$work/horovod-$version.tar.gz" -C "$work"
     cd "$work/horovod-$version"
-    sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 20)/' CMakeLists.txt horovod/torch/CMakeLists.txt
-    sed -i 's/print(True if ((torch.version.cuda is not None).* else False)/print(False)/' \
+    change 'set(CMAKE_CXX_STANDARD 14)' 'set(CMAKE_CXX_STANDARD 20)' CMakeLists.txt horovod/torch/CMakeLists.txt
+    change 'print(True if ((torch.version.cuda is not None).* else False)' 'print(False)' \
         cmake/Modules/FindPytorch.cmake  # for CPU, whatever torch is; else it would want the whole CUDA toolkit
-    sed -i 's/^from distutils.spawn import find_executable/from shutil import which as find_executable/' \
+    change '^from distutils.spawn import find_executable' 'from shutil import which as find_executable' \
         horovod/runner/js_run.py  # distutils is gone since Python 3.12
+    local flatbuffers=third_party/flatbuffers/include/flatbuffers/stl_emulation.h
+    change 'pointer const data_;' 'pointer data_;' "$flatbuffers"  # both are assigned to, which a newer GCC refuses
+    change 'const size_type count_;' 'size_type count_;' "$flatbuffers"
 
+    export CXXFLAGS="${CXXFLAGS:-} -include string -include cstdint"  # since GCC 13 no other header includes them
     export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_GLOO=1
     export CMAKE_POLICY_VERSION_MINIMUM=3.5  # for the old bundled projects under CMake 4
     if [[ "$mpi" == gloo-only ]]; then export HOROVOD_WITHOUT_MPI=1; else export HOROVOD_WITH_MPI=1; fi
@@ -80,8 +109,9 @@ build() {
 }
 
 if ! compgen -G "$folder/*.whl" >/dev/null; then
+    check_tools
     mkdir -p "$cache" 2>/dev/null || fail "cannot write to $cache: set XDG_CACHE_HOME to a folder that you can write to"
-    echo "install.sh: building Horovod $version for $key, $mpi: 2 to 4 minutes"
+    echo "install.sh: building Horovod $version for $key, $mpi: 2 to 5 minutes"
     work="$(mktemp -d)"
     trap 'rm -rf "$work"' EXIT
     build "$work"
