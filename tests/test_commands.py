@@ -63,7 +63,8 @@ RUN_BY = {  # README: command: the test that runs it, or the file that does
             HOROVOD_JOBS + "test_language_model_and_staged_images"
         ),
         "salloc --nodes=2 --ntasks-per-node=2 --cpus-per-task=2": HOROVOD_JOBS + "test_in_an_allocation",
-        "srun --mpi=pmix --cpus-per-task=2 python train.py --epochs 2": HOROVOD_JOBS + "test_in_an_allocation",
+        "SLURM_PMIX_FENCE=ring srun --mpi=pmix --cpus-per-task=2 python train.py --epochs 2": HOROVOD_JOBS
+        + "test_in_an_allocation",
     },
 }
 
