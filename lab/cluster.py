@@ -255,6 +255,8 @@ class Lab:
         else:
             start += [f"--reuid={self.uid}", f"--regid={self.gid}", "--init-groups"]
             variables |= {"HOME": self.home, "USER": self.user, "LOGNAME": self.user}
+        if self._plan.gpus:  # stand-ins: on a cluster the examples would refuse to train on CPU here
+            variables["ALLOW_CPU"] = "1"
         variables |= env or {}
         foreign = [f"--unset={name}" for name in os.environ if name == "TMPDIR" or name.startswith(("SLURM_", "XDG_"))]
         settings = [f"{name}={value}" for name, value in variables.items()]
