@@ -6,6 +6,7 @@
 
 import filecmp
 import importlib
+import re
 import shutil
 import sys
 import tempfile
@@ -25,6 +26,7 @@ nox.options.sessions = ["sync", "lint", "smoke"]
 ROOT = Path(__file__).resolve().parent
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
 assert EXAMPLES, "no examples/*/train.py found"
+TORCHVISION = {"2.6.0": "0.21.0", "2.9.1": "0.24.1"}  # other releases of PyTorch to test with, and what belongs to each
 every_example = nox.parametrize("example", EXAMPLES, ids=EXAMPLES)
 
 
@@ -43,14 +45,27 @@ def install(session: nox.Session, folder: Path) -> None:
 
 
 def run_tests(session: nox.Session, example: str, marks: str, at_once: int) -> None:
-    """Copy an example out of the repository, install it there, and run those of its tests that `marks` select."""
+    """Copy an example out of the repository, install it there, and run those of its tests that `marks` select.
+
+    `-- --torch 2.9.1` takes another release of PyTorch; all else that follows `--` goes to pytest.
+    """
+    arguments = list(session.posargs)
     with tempfile.TemporaryDirectory(prefix=f"{example}-") as temporary:
         folder = ours("launchers").copy_example(ROOT / "examples" / example, Path(temporary, example))
+        if "--torch" in arguments:
+            release = arguments.pop(arguments.index("--torch") + 1)
+            arguments.remove("--torch")
+            if release not in TORCHVISION:
+                session.error(f"--torch {release}: choose from {', '.join(TORCHVISION)}")
+            pins = (folder / "requirements.txt").read_text()
+            pins = re.sub(r"^torch==\S+", f"torch=={release}", pins, flags=re.MULTILINE)
+            pins = re.sub(r"^torchvision==\S+", f"torchvision=={TORCHVISION[release]}", pins, flags=re.MULTILINE)
+            (folder / "requirements.txt").write_text(pins)
         install(session, folder)
         session.install("-r", "tests/requirements.txt")
         options = [f"--example={example}", f"--folder={folder}", f"--numprocesses={at_once}", "--dist=worksteal"]
         options += ["--durations=10", "--durations-min=5"]
-        session.run("pytest", "-m", marks, *options, *session.posargs)
+        session.run("pytest", "-m", marks, *options, *arguments)
 
 
 @nox.session
