@@ -206,6 +206,37 @@ def test_one_worker_hangs(example: str, folder: Path, reference: Reference) -> N
     assert run.status > 0 and "finished" not in run.stdout
 
 
+@pytest.mark.thorough
+def test_two_runs_in_one_folder(example: str, folder: Path) -> None:
+    """While a run writes to its --output-dir a second one is refused, even with --resume; the first goes on.
+
+    That a run which was killed leaves nothing behind that would stop the next one, test_killed_twice shows.
+    """
+    first = runs.start(example, folder, 2, "--epochs", 10000)
+    first.read_until("epoch  1/")
+    second = runs.start(example, folder, 1, "--resume").wait(120)
+    runs.assert_refused(second, LAUNCHERS[example].refusal, "another run", "--output-dir output")
+    first.read_until("epoch ")
+    first.kill()
+    first.wait(30)
+
+
+@pytest.mark.thorough
+def test_gpus_that_cannot_be_used(example: str, folder: Path, tmp_path: Path) -> None:
+    """A job with GPUs that PyTorch cannot use does not train on the CPU unasked: one line, with driver and remedy."""
+    if not LAUNCHERS[example].gpus:
+        pytest.skip("an example for CPUs")
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 470.57.02\necho 470.57.02\n")
+    smi.chmod(0o755)
+    path = f"{smi.parent}:{os.environ['PATH']}"
+    run = runs.start(example, folder, 1, SLURM_GPUS_ON_NODE="2", PATH=path).wait(120)
+    texts = ["2 GPUs", f"PyTorch {torch.__version__}", "470.57.02", "UV_TORCH_BACKEND=auto"]
+    runs.assert_refused(run, LAUNCHERS[example].refusal, *texts)
+    assert not (folder / "output").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
@@ -280,7 +311,7 @@ def test_readme_and_requirements(example: str, source: Path) -> None:
     readme = (source / "README.md").read_text()
     titles = ["What it shows", "Run locally", "Run on SLURM", "Expected output", "Make it yours", "When it fails"]
     assert re.findall("^## (.+)$", readme, re.MULTILINE) == titles
-    assert len(readme.splitlines()) <= 80
+    assert len(readme.splitlines()) <= 110
     local = readme.partition("## Run locally")[2].partition("## ")[0]
     assert " ".join(LAUNCHERS[example].command(2)) in local.splitlines()
     for line in (source / "requirements.txt").read_text().splitlines():

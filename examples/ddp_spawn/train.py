@@ -5,11 +5,14 @@ On SLURM:  sbatch run.slurm --epochs 10
 """
 
 import argparse
+import errno
+import fcntl
 import os
 import pickle
+import shutil
 import signal
+import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -46,6 +49,7 @@ def parse_args():
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
     parser.add_argument("--processes", type=int, default=torch.cuda.device_count() or 2, help="one per GPU, if any")
     args = parser.parse_args()
+    check_gpus()
     for name in ("epochs", "batch_size", "timeout", "processes"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}")
@@ -59,6 +63,22 @@ def parse_args():
     if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         parser.error("srun started several copies of this script, which starts its own processes: use --ntasks=1")
     return args
+
+
+def check_gpus():
+    """Refuse to train on CPU where the job has GPUs, which PyTorch cannot use, unless ALLOW_CPU=1 permits it."""
+    gpus = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+    if gpus == 0 or torch.cuda.is_available() or os.environ.get("ALLOW_CPU") == "1":
+        return
+    driver, query = "no nvidia-smi", "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
+    if shutil.which("nvidia-smi"):
+        driver = subprocess.getoutput(query).partition("\n")[0]
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+    problem = f"PyTorch {torch.__version__}, built for {built}, cannot use the {gpus} GPUs of this job"
+    remedy = (
+        "install a build that can, on such a node: UV_TORCH_BACKEND=auto uv pip install --reinstall torch torchvision"
+    )
+    fail(f"{problem} (NVIDIA driver: {driver}): {remedy}")
 
 
 def fail(message):
@@ -99,11 +119,23 @@ def settings(args):
     return {"world_size": args.processes} | {name: getattr(args, name) for name in names}
 
 
+def lock(folder):
+    """Raise BlockingIOError if another run holds this lock; else hold it until this process ends, however it ends."""
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks: do without
+            raise
+
+
 def read_checkpoint(args, path):
     """Return the checkpoint (None: there is none) and what is wrong (None: nothing); the file stays as it is."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
+        lock(path.parent)
+    except BlockingIOError:
+        return None, f"another run is writing to --output-dir {path.parent}: wait for its end, or choose another folder"
     except OSError as error:
         return None, f"cannot write to --output-dir {path.parent} ({error.strerror}): choose another folder"
     if not path.exists():

@@ -6,14 +6,16 @@ On SLURM:  sbatch run.slurm --epochs 10
 
 import argparse
 import ctypes
+import errno
+import fcntl
 import itertools
 import json
 import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from datetime import timedelta
@@ -59,6 +61,7 @@ def parse_args():
     parser.add_argument("--model", choices=("convnet", "gpt"), default="convnet", help="gpt makes its own data")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed: its own launcher adds this
     args = parser.parse_args()
+    check_gpus()
     for name in ("epochs", "batch_size", "timeout"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}")
@@ -79,6 +82,22 @@ def processes_here():
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", 1))
 
 
+def check_gpus():
+    """Refuse to train on CPU where the job has GPUs, which PyTorch cannot use, unless ALLOW_CPU=1 permits it."""
+    gpus = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+    if gpus == 0 or torch.cuda.is_available() or os.environ.get("ALLOW_CPU") == "1":
+        return
+    driver, query = "no nvidia-smi", "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
+    if shutil.which("nvidia-smi"):
+        driver = subprocess.getoutput(query).partition("\n")[0]
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+    problem = f"PyTorch {torch.__version__}, built for {built}, cannot use the {gpus} GPUs of this job"
+    remedy = (
+        "install a build that can, on such a node: UV_TORCH_BACKEND=auto uv pip install --reinstall torch torchvision"
+    )
+    fail(f"{problem} (NVIDIA driver: {driver}): {remedy}")
+
+
 def fail(message):
     """Print one line in argparse's form and end with status 2, at once: other processes may never answer again."""
     print(f"train.py: error: {message}", file=sys.stderr, flush=True)
@@ -89,6 +108,14 @@ def end_with_parent():
     """Have Linux end this process when torchrun ends, whatever the cause."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def interface_to(host):
+    """Return the network interface that leads to `host`. Gloo takes that of this node's name, which may be wrong."""
+    address = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), "little")
+    routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
+    numbers = [(int(mask, 16), int(target, 16), name) for name, target, _, _, _, _, _, mask, *_ in routes]
+    return max((mask, name) for mask, target, name in numbers if address & mask == target)[1]  # the narrowest
 
 
 def setup(args):
@@ -102,8 +129,8 @@ def setup(args):
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if processes == int(os.environ["WORLD_SIZE"]):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # torchrun: one machine only, so its name need not resolve
+    one_node = processes == int(os.environ["WORLD_SIZE"])
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if one_node else interface_to(os.environ["MASTER_ADDR"]))
     timeout = timedelta(seconds=args.timeout)
     # deepspeed: joined here, so that it need not look for MPI; rank and world size come from torchrun's variables.
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
@@ -196,11 +223,23 @@ def damage(folder, rank):
             return f"{file.name}: {bad}"
 
 
+def lock(folder):
+    """Raise BlockingIOError if another run holds this lock; else hold it until this process ends, however it ends."""
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks: do without
+            raise
+
+
 def read_checkpoint(args, path, current):
     """Return the checkpoint (None: there is none) and what is wrong (None: nothing); the files stay as they are."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
+        lock(path.parent)
+    except BlockingIOError:
+        return None, f"another run is writing to --output-dir {path.parent}: wait for its end, or choose another folder"
     except OSError as error:
         return None, f"cannot write to --output-dir {path.parent} ({error.strerror}): choose another folder"
     if not (path / "latest").exists():
@@ -458,6 +497,7 @@ def main(args):
     if rank == 0:
         write(args.output_dir / "model.pt", lambda file: torch.save(weights, file))
         print(f"finished: test acc {history[-1][3]:.2%}, model in {args.output_dir / 'model.pt'}", flush=True)
+    dist.barrier()  # deepspeed: the others wait for rank 0; srun would end it --wait seconds after them
     dist.destroy_process_group()  # deepspeed:
     os._exit(0)  # at once: Gloo's threads can make Python's own way out abort
 

@@ -6,10 +6,11 @@ On SLURM:  sbatch run.slurm --epochs 10
 
 import argparse
 import contextlib
+import errno
 import faulthandler
+import fcntl
 import os
 import sys
-import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -111,11 +112,23 @@ def settings(args):
     return {"world_size": hvd.size()} | {name: old for name, old in vars(args).items() if name not in MAY_CHANGE}
 
 
+def lock(folder):
+    """Raise BlockingIOError if another run holds this lock; else hold it until this process ends, however it ends."""
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks: do without
+            raise
+
+
 def read_checkpoint(args, path):
     """Return the checkpoint (None: there is none) and what is wrong (None: nothing); the file stays as it is."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
+        lock(path.parent)
+    except BlockingIOError:
+        return None, f"another run is writing to --output-dir {path.parent}: wait for its end, or choose another folder"
     except OSError as error:
         return None, f"cannot write to --output-dir {path.parent} ({error.strerror}): choose another folder"
     if not path.exists():
@@ -285,6 +298,7 @@ def main(args):
         write(args.output_dir / "model.pt", lambda file: torch.save(weights, file))
         print(f"finished: test acc {history[-1][3]:.2%}, model in {args.output_dir / 'model.pt'}")
     with deadline(args):
+        hvd.barrier()  # horovod: the others wait for rank 0; srun would end it --wait seconds after them
         hvd.shutdown()  # horovod:
 
 

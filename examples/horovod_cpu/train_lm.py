@@ -167,6 +167,7 @@ def main(args):
         print(f"sample: {sample(args, model)}")
         print(f"finished: test loss {history[-1][2]:.4f}, model in {args.output_dir / 'model.pt'}")
     with deadline(args):
+        hvd.barrier()  # horovod: the others wait for rank 0; srun would end it --wait seconds after them
         hvd.shutdown()  # horovod:
 
 

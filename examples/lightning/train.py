@@ -6,11 +6,15 @@ On SLURM:  sbatch run.slurm --epochs 10
 
 import argparse
 import ctypes
+import errno
+import fcntl
 import logging
 import os
+import shutil
 import signal
+import socket
+import subprocess
 import sys
-import tempfile
 import time
 import warnings
 import zipfile
@@ -38,7 +42,7 @@ SRUN = int(os.environ.get("SLURM_STEP_ID", 2**32)) < 4294967290 and "SLURM_PTY_P
 def parse_args():
     gpus = torch.cuda.device_count()
     tasks = int(os.environ.get("SLURM_NTASKS_PER_NODE", 1))  # as the header says
-    devices = int(os.environ.get("SLURM_GPUS_ON_NODE", tasks)) if SRUN else gpus or 2
+    devices = (int(os.environ.get("SLURM_GPUS_ON_NODE", 0)) or tasks) if SRUN else gpus or 2
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--dataset", choices=data.NAMES, default="digits")
     parser.add_argument("--data-dir", default="data", help="where the files of mnist and fashion_mnist are")
@@ -54,6 +58,7 @@ def parse_args():
     parser.add_argument("--devices", type=int, default=devices, help="processes of each node, one per GPU, if any")
     parser.add_argument("--logger", choices=("CSVLogger", "TensorBoardLogger"), help="Lightning's own, besides")
     args = parser.parse_args()
+    check_gpus()
     for name in ("epochs", "batch_size", "timeout", "devices"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}")
@@ -70,10 +75,34 @@ def parse_args():
     return args
 
 
+def check_gpus():
+    """Refuse to train on CPU where the job has GPUs, which PyTorch cannot use, unless ALLOW_CPU=1 permits it."""
+    gpus = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+    if gpus == 0 or torch.cuda.is_available() or os.environ.get("ALLOW_CPU") == "1":
+        return
+    driver, query = "no nvidia-smi", "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
+    if shutil.which("nvidia-smi"):
+        driver = subprocess.getoutput(query).partition("\n")[0]
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+    problem = f"PyTorch {torch.__version__}, built for {built}, cannot use the {gpus} GPUs of this job"
+    remedy = (
+        "install a build that can, on such a node: UV_TORCH_BACKEND=auto uv pip install --reinstall torch torchvision"
+    )
+    fail(f"{problem} (NVIDIA driver: {driver}): {remedy}")
+
+
 def fail(message):
     """Print one line in argparse's form and end with status 2, at once: other processes may never answer again."""
     print(f"train.py: error: {message}", file=sys.stderr, flush=True)
     os._exit(2)
+
+
+def interface_to(host):
+    """Return the network interface that leads to `host`. Gloo takes that of this node's name, which may be wrong."""
+    address = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), "little")
+    routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
+    numbers = [(int(mask, 16), int(target, 16), name) for name, target, _, _, _, _, _, mask, *_ in routes]
+    return max((mask, name) for mask, target, name in numbers if address & mask == target)[1]  # the narrowest
 
 
 def setup(args, local_rank):
@@ -90,6 +119,8 @@ def setup(args, local_rank):
     warnings.filterwarnings("ignore", "Grad strides|The (`srun` command|number of training)|`isinstance.tree")
     sys.stdout.reconfigure(line_buffering=True)  # each line reaches the log at once
     environment = SLURMEnvironment(auto_requeue=False) if SRUN else LightningEnvironment()
+    if args.nodes > 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_to(environment.main_address))
     trainer = pl.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=args.devices,
@@ -108,11 +139,23 @@ def setup(args, local_rank):
     return trainer
 
 
+def lock(folder):
+    """Raise BlockingIOError if another run holds this lock; else hold it until this process ends, however it ends."""
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks: do without
+            raise
+
+
 def read_checkpoint(args, path):
     """Return the checkpoint (None: there is none) and what is wrong (None: nothing); the file stays as it is."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
+        lock(path.parent)
+    except BlockingIOError:
+        return None, f"another run is writing to --output-dir {path.parent}: wait for its end, or choose another folder"
     except OSError as error:
         return None, f"cannot write to --output-dir {path.parent} ({error.strerror}): choose another folder"
     if not path.exists():
@@ -249,6 +292,7 @@ def main(local_rank, args):
     if rank == 0:
         write(args.output_dir / "model.pt", lambda file: torch.save(model.model.state_dict(), file))
         print(f"finished: test acc {history[-1][3]:.2%}, model in {args.output_dir / 'model.pt'}")
+    dist.barrier()  # ddp: the others wait for rank 0; srun would end it --wait seconds after them
     dist.destroy_process_group()
     os._exit(0)  # at once: Gloo's threads can make Python's own way out abort
 

@@ -8,11 +8,14 @@ import argparse
 import contextlib
 import copy
 import ctypes
+import errno
+import fcntl
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import sys
-import tempfile
 import time
 import warnings
 import zipfile
@@ -54,6 +57,7 @@ def parse_args():
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches per process and step")
     parser.add_argument("--clip-norm", type=float, help="limit of the gradients' norm")
     args = parser.parse_args()
+    check_gpus()
     for name in ("epochs", "batch_size", "timeout", "accumulate"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}")
@@ -71,6 +75,22 @@ def parse_args():
     return args
 
 
+def check_gpus():
+    """Refuse to train on CPU where the job has GPUs, which PyTorch cannot use, unless ALLOW_CPU=1 permits it."""
+    gpus = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+    if gpus == 0 or torch.cuda.is_available() or os.environ.get("ALLOW_CPU") == "1":
+        return
+    driver, query = "no nvidia-smi", "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
+    if shutil.which("nvidia-smi"):
+        driver = subprocess.getoutput(query).partition("\n")[0]
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+    problem = f"PyTorch {torch.__version__}, built for {built}, cannot use the {gpus} GPUs of this job"
+    remedy = (
+        "install a build that can, on such a node: UV_TORCH_BACKEND=auto uv pip install --reinstall torch torchvision"
+    )
+    fail(f"{problem} (NVIDIA driver: {driver}): {remedy}")
+
+
 def fail(message):
     """Print one line in argparse's form and end with status 2, at once: other processes may never answer again."""
     print(f"train.py: error: {message}", file=sys.stderr, flush=True)
@@ -81,6 +101,14 @@ def end_with_parent():
     """Have Linux end this process when torchrun ends, whatever the cause."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def interface_to(host):
+    """Return the network interface that leads to `host`. Gloo takes that of this node's name, which may be wrong."""
+    address = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), "little")
+    routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
+    numbers = [(int(mask, 16), int(target, 16), name) for name, target, _, _, _, _, _, mask, *_ in routes]
+    return max((mask, name) for mask, target, name in numbers if address & mask == target)[1]  # the narrowest
 
 
 def setup(args):
@@ -97,8 +125,8 @@ def setup(args):
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if os.environ["GROUP_WORLD_SIZE"] == "1":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # torchrun: one machine only, so its name need not resolve
+    one_node = os.environ["GROUP_WORLD_SIZE"] == "1"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if one_node else interface_to(os.environ["MASTER_ADDR"]))
     # torchrun: rank, world size and where to meet come from its variables. The votes on stopping go over Gloo.
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
     return dist.get_rank(), dist.get_world_size(), device
@@ -110,11 +138,23 @@ def settings(args):
     return {"world_size": int(os.environ["WORLD_SIZE"])} | {name: getattr(args, name) for name in names}
 
 
+def lock(folder):
+    """Raise BlockingIOError if another run holds this lock; else hold it until this process ends, however it ends."""
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks: do without
+            raise
+
+
 def read_checkpoint(args, path):
     """Return the checkpoint (None: there is none) and what is wrong (None: nothing); the file stays as it is."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
+        lock(path.parent)
+    except BlockingIOError:
+        return None, f"another run is writing to --output-dir {path.parent}: wait for its end, or choose another folder"
     except OSError as error:
         return None, f"cannot write to --output-dir {path.parent} ({error.strerror}): choose another folder"
     if not path.exists():
