@@ -22,6 +22,7 @@ class Launcher:
     refusal: int  # exit status after bad input
     processes_in_job: int  # how many run.slurm starts, unmodified, on nodes without GPUs
     job_recovers: bool = False  # whether the launcher in run.slurm starts a dead worker again
+    stops_at_a_step: bool = False  # whether train.py saves after its current step when SLURM asks the job to stop
     checkpoint: str = "checkpoint.pt"  # or a pattern that names one file of it
     backend: str = "gloo"  # the word in the first line of a local run
     rank: str = "torch.distributed.get_rank()"  # what gives a process its number, in a model
@@ -66,5 +67,6 @@ LAUNCHERS = {
         refusal=1,
         processes_in_job=4,
         job_recovers=True,
+        stops_at_a_step=True,
     ),
 }

@@ -73,13 +73,30 @@ def test_documents() -> None:
 def test_run_slurm_header(name: str) -> None:
     """run.slurm has no line that sbatch would ignore, and no value that stands for another place."""
     lines = (ROOT / "examples" / name / "run.slurm").read_text().splitlines()
-    longest = 65 if name == "torchrun_multinode" else 60  # it also checks the job's shape, and stops at a step
-    assert lines[0] == "#!/bin/bash" and 40 <= len(lines) <= longest
+    assert lines[0] == "#!/bin/bash" and 40 <= len(lines) <= 110
+    rulers = [line.split()[2] for line in lines if line.startswith("# ---- ")]
+    assert rulers == ["1", "2", "3"]
     assert not [line for line in lines if re.match(r"#+\s+SBATCH|\s+#SBATCH", line)]
     options = {line.split()[1].split("=")[0] for line in lines if line.startswith("#SBATCH ")}
     assert options >= {"--nodes", "--ntasks-per-node", "--cpus-per-task", "--time", "--requeue", "--signal", "--output"}
     first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     assert not [line for line in lines[first_command:] if line.startswith("#SBATCH")]
+
+
+SAME_IN_ALL = [
+    r"^job=.*?(?=^checkpoint=)",
+    r"^requeue\(\) {.*?^}\nwait_for\(\) {.*?^}\n",
+    r"^step=.*?(?=^\[\[)",
+    r"^exit .*",
+]
+
+
+@pytest.mark.parametrize("part", SAME_IN_ALL)
+def test_one_requeue_block(part: str) -> None:
+    """The parts of run.slurm that decide on a requeue and on the job's status are the same text in every example."""
+    scripts = [(ROOT / "examples" / name / "run.slurm").read_text() for name in EXAMPLES]
+    found = [re.findall(part, script, re.MULTILINE | re.DOTALL) for script in scripts]
+    assert all(len(texts) == 1 for texts in found) and len({texts[0] for texts in found}) == 1, found
 
 
 def write_output(folder: Path, weight: float, epochs: int) -> Path:

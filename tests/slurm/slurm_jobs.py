@@ -180,3 +180,11 @@ def assert_failed(job: Job, seconds: float = 60) -> None:
     assert job.shown["JobState"] == "FAILED", job.shown
     last = job.log.splitlines()[-1]
     assert last.startswith("run.slurm: error:") and f"OUTPUT_DIR=output/{job.id} sbatch run.slurm" in last, job.log
+
+
+def assert_no_step_lost(job: Job, stops: int = 1) -> None:
+    """Check that a job has stopped so many times after a step that all processes agreed on, and continued after it."""
+    found = re.findall(r"stopped by a signal after step (\d+) of epoch (\d+)", job.log)
+    assert len(found) == stops, job.log
+    for step, epoch in found:
+        assert f"continuing after epoch {int(epoch) - 1} of {EPOCHS}, step {step}" in job.log

@@ -24,6 +24,7 @@ from slurm_jobs import (
     all_nodes,
     assert_completed,
     assert_failed,
+    assert_no_step_lost,
     header,
     kill_worker,
     on_this_machine_only,
@@ -123,6 +124,7 @@ class Fault:
     mend: Callable[[Job], None] = lambda job: None
     goes_on: bool | None = False  # without help; else the job fails, and goes on when it is requeued; None: either
     retried: bool = False  # whether it goes on where dead processes are started again
+    asked: bool = False  # whether SLURM asks the job to stop, so that one which listens loses no step
     anew: bool = False  # whether the job has to start anew, since the fault took its checkpoint
     sleep: int = 2  # seconds that each epoch of the job's first start takes longer
     elsewhere: bool = False  # whether other tests do nearly the same, so that this one is for `nox -s faults`
@@ -131,8 +133,8 @@ class Fault:
 FAULTS = {
     "SIGKILL to one process": Fault(kill_worker, "(SIGKILL|Killed)", retried=True, elsewhere=True),
     "SIGKILL to all processes": Fault(kill_all, "(SIGKILL|Killed)", elsewhere=True),
-    "time limit": Fault(lambda job: job.lab.timelimit(job.id), goes_on=True, elsewhere=True),
-    "preempted": Fault(lambda job: job.lab.requeue(job.id), goes_on=True, elsewhere=True),
+    "time limit": Fault(lambda job: job.lab.timelimit(job.id), goes_on=True, asked=True, elsewhere=True),
+    "preempted": Fault(lambda job: job.lab.requeue(job.id), goes_on=True, asked=True, elsewhere=True),
     "network of a node lost": Fault(cut, goes_on=None, sleep=30),
     "`slurmd` of a node stopped": Fault(stop_slurmd, goes_on=True, sleep=30),
     "disk full": Fault(fill, "cannot write .*No space left", lambda job: (job.output.parent / "full").unlink()),
@@ -148,11 +150,18 @@ def goes_on(fault: str, example: str) -> bool | None:
     return True if row.retried and LAUNCHERS[example].job_recovers else row.goes_on
 
 
+def loses_no_step(fault: str, example: str) -> bool:
+    """Whether an example's processes hear of a fault in time to save after their current step."""
+    return FAULTS[fault].asked and LAUNCHERS[example].stops_at_a_step
+
+
 def table() -> str:
     """Return the matrix as the README shows it."""
     rows = [("fault", *EXAMPLES), ("---",) * (len(EXAMPLES) + 1)]
     words = {True: "goes on", False: "fails", None: "either"}
-    rows += [(fault, *(words[goes_on(fault, name)] for name in EXAMPLES)) for fault in FAULTS]
+    for fault in FAULTS:
+        cells = [words[goes_on(fault, name)] + ", 0 steps lost" * loses_no_step(fault, name) for name in EXAMPLES]
+        rows.append((fault, *cells))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -204,4 +213,6 @@ def test_fault(
         fragile.requeue(job.id)
     assert_completed(job, EPOCHS, processes=None if row.elsewhere else 2)
     assert job.log.count("ConvNet on digits") >= 2 and ("continuing after epoch" in job.log) != row.anew
+    if loses_no_step(fault, example):
+        assert_no_step_lost(job)
     runs.assert_same_run(job.output, (shipped if row.elsewhere else undisturbed)().output)

@@ -8,6 +8,7 @@ import pytest
 from runs import Reference
 from slurm_jobs import SETTINGS, Job, copy, submit, two_processes
 from test_data_files import write_data
+from test_scripts import stub, wait_for_start
 
 from lab import Lab
 
@@ -94,9 +95,36 @@ def test_language_model_with_staged_text(example: str, source: Path, lab: Lab, t
     assert re.search(rf"copied data to \S+/data-{job.id} on 2 nodes in \d+ s", job.log), job.log
     assert "TinyGPT on book.txt: 4 processes on 2 nodes, mpi on cpu" in job.log and "tokens/s" in job.log
     assert (job.output / "model.pt").exists()
-    for node in ("node1", "node2"):
-        left = lab.run(["srun", f"--nodelist={node}", "sh", "-c", f"ls -d ${{TMPDIR:-/tmp}}/data-{job.id}"])
-        assert left.returncode != 0, left.stdout
+    assert not staged(lab, job.id)
+
+
+def staged(lab: Lab, job: str) -> list[str]:
+    """Return the nodes on which a job's copy of the data lies."""
+    return [node for node in lab.nodes if lab.run(["ls", "-d", f"/tmp/data-{job}"], node=node).returncode == 0]
+
+
+def test_staged_data_is_removed(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """The copies are gone when the job is requeued, when it is cancelled, and when one could not be made."""
+    folder = stub(source, tmp_path / example)
+    (folder / "data").mkdir()
+    (folder / "data" / "book.txt").write_text(TEXT)
+    job = submit(lab, example, folder, STAGE="1")
+    wait_for_start(folder, job.id)
+    assert staged(lab, job.id) == ["node1", "node2"]
+    for node in lab.nodes:
+        lab.run(["touch", f"/tmp/data-{job.id}/old"], node=node, check=True)
+    lab.requeue(job.id)
+    wait_for_start(folder, job.id, starts=2)
+    assert staged(lab, job.id) == ["node1", "node2"]
+    assert all(lab.run(["ls", f"/tmp/data-{job.id}/old"], node=node).returncode != 0 for node in lab.nodes)
+    job.cancel()
+    assert not staged(lab, job.id)
+
+    (folder / "data" / "book.txt").unlink()
+    (folder / "data" / "gone").symlink_to("no-such-file")
+    broken = submit(lab, example, folder, STAGE="1", DATA_DIR="data/gone")
+    assert broken.wait().shown["JobState"] == "FAILED" and "started" not in broken.log
+    assert not staged(lab, broken.id)
 
 
 @pytest.mark.faults

@@ -123,6 +123,17 @@ def test_as_one_process(example: str, source: Path, lab: Lab, tmp_path: Path) ->
     assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-9 if launcher.fp64 else 1e-3)
 
 
+@pytest.mark.thorough
+def test_slow_disk(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """Nobody is killed while rank 0 writes model.pt, even if that takes longer than srun's --wait."""
+    folder = copy(source, tmp_path / example)
+    runs.edit(folder / "run.slurm", "--wait=60", "--wait=2")
+    line = "        os.replace(temporary, path)\n"
+    runs.edit(folder / "train.py", line, f"        time.sleep(8 * (path.name == 'model.pt'))\n{line}")
+    job = submit(lab, example, folder, "--epochs", "1", options=two_processes(source))
+    assert_completed(job, 1, processes=2)
+
+
 def test_preempted_and_killed(
     example: str, source: Path, lab: Lab, tmp_path: Path, undisturbed: Callable[[], Reference]
 ) -> None:

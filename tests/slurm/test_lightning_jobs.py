@@ -33,7 +33,7 @@ def test_wrong_tasks(lab: Lab, example: str, source: Path, tmp_path: Path) -> No
         runs.wait_until(lambda job=job: job.shown["JobState"] != "PENDING", 60, "the start of the job")
         job.wait(seconds)
         assert job.shown["JobState"] == "FAILED", fault
-        errors = set(re.findall(r"^(?:train\.py|run\.slurm): error: (?!see above).*", job.log, re.MULTILINE))
+        errors = set(re.findall(r"^(?:train\.py|run\.slurm): error: (?!the job failed).*", job.log, re.MULTILINE))
         assert len(errors) == 1 and text in min(errors) and "#SBATCH --ntasks-per-node" in min(errors), job.log
         assert "Traceback" not in job.log
 

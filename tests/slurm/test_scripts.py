@@ -1,0 +1,147 @@
+"""What run.slurm itself promises, shown with a train.py that only waits: no torch is imported, so these are quick."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+from launchers import LAUNCHERS
+from slurm_jobs import Job, copy, header, submit
+
+from lab import Lab
+
+pytestmark = pytest.mark.slurm
+
+# It saves a checkpoint under each example's name, then waits for a file `finish` in its output folder.
+STUB = r"""
+import os, signal, sys, time
+from pathlib import Path
+
+output = Path(sys.argv[sys.argv.index("--output-dir") + 1])
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
+(output / "checkpoint").mkdir(exist_ok=True)
+for name in ("checkpoint.pt", "checkpoint.ckpt", "checkpoint/latest"):
+    (output / name).touch()
+os.write(1, f"started {sys.argv[1:]}\n".encode())  # in one piece, beside other processes
+while not (output / "finish").exists():
+    time.sleep(0.1)
+(output / "model.pt").touch()
+"""
+
+
+def stub(source: Path, folder: Path, text: str = STUB) -> Path:
+    """Copy an example and put another program in the place of its train.py."""
+    copy(source, folder)
+    (folder / "train.py").write_text(text)
+    return folder
+
+
+def output_of(folder: Path, name: str) -> Path:
+    """Return the output folder of a job, or of a task of a job array, called ARRAY_TASK."""
+    return folder / "output" / name
+
+
+def wait_for_start(folder: Path, name: str, starts: int = 1) -> None:
+    """Wait until the stub has said so many times that it runs, in the log of the job `name`."""
+    tasks = header(folder, "ntasks-per-node") * header(folder, "nodes")
+    processes = tasks * (2 if "torchrun" in (folder / "run.slurm").read_text().partition("# ---- 3")[2] else 1)
+    log = folder / f"{folder.name}-{name}.out"
+
+    def started() -> bool:
+        text = log.read_text() if log.exists() else ""
+        assert "error: the job failed" not in text, text
+        return text.count("started [") >= starts * processes
+
+    runs.wait_until(started, 120, f"start {starts} in {log}")
+
+
+@pytest.mark.thorough
+def test_job_array(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """In an array of 3 one task is requeued near its time limit: the finished and the running one are left alone."""
+    folder = stub(source, tmp_path / example)
+    array = submit(lab, example, folder, options=("--array=1-3", "--cpus-per-task=1"))
+    tasks = [f"{array.id}_{number}" for number in (1, 2, 3)]
+    ids = [lab.wait_for_job(task, "RUNNING")["JobId"] for task in tasks]
+    for job in ids:
+        wait_for_start(folder, job)
+    asked = ids.index(array.id)  # one task has the array's own id: `scontrol requeue` of that id means all of them
+    finished, other = (asked + 1) % 3, (asked + 2) % 3
+    (output_of(folder, tasks[finished]) / "finish").touch()
+    lab.wait_for_job(tasks[finished])
+    lab.timelimit(tasks[asked])
+    runs.wait_until(lambda: lab.job(tasks[asked])["Restarts"] == "1", 120, "the requeue of one task")
+    wait_for_start(folder, ids[asked], starts=2)
+    shown = [lab.job(task) for task in tasks]
+    assert [job["Restarts"] for job in shown] == [str(int(number == asked)) for number in range(3)]
+    states = {asked: "RUNNING", finished: "COMPLETED", other: "RUNNING"}
+    assert {number: job["JobState"] for number, job in enumerate(shown)} == states
+    for number in (asked, other):
+        (output_of(folder, tasks[number]) / "finish").touch()
+        assert lab.wait_for_job(tasks[number])["JobState"] == "COMPLETED"
+
+
+@pytest.mark.thorough
+def test_failed_requeue(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """Where SLURM refuses the requeue the log says so, and a job that has stopped for it is not COMPLETED."""
+    folder = stub(source, tmp_path / example)
+    job = submit(lab, example, folder, options=("--no-requeue",))
+    wait_for_start(folder, job.id)
+    lab.timelimit(job.id)
+    job.wait_for_line("run.slurm: error: the requeue failed, see above")
+    if not LAUNCHERS[example].job_recovers:  # it goes on for the rest of its time
+        assert job.shown["JobState"] == "RUNNING"
+        (job.output / "finish").touch()
+    assert job.wait().shown["JobState"] == ("FAILED" if LAUNCHERS[example].job_recovers else "COMPLETED")
+
+
+REFUSED = {  # what is changed in run.slurm, options of sbatch, variables, what the line says
+    "cores by GPU": ((r"^#SBATCH --cpus-per-task=.*\n", ""), (), {}, ["--cpus-per-task", "--cpus-per-gpu"]),
+    "no environment": (("^$", ""), (), {"VENV": "no-such-folder"}, ["no-such-folder/bin/python", "set VENV"]),
+    "GPUs in all": (("^$", ""), ("--gpus=2",), {}, ["--gpus-per-node", "--gpus may differ"]),
+}
+
+
+def test_refused(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """A job that cannot work as it was submitted ends at once with one line, before any process starts."""
+    jobs: dict[str, tuple[Job, list[str]]] = {}
+    for number, (fault, ((old, new), options, variables, texts)) in enumerate(REFUSED.items()):
+        if fault == "GPUs in all" and (header(source, "nodes") == 1 or not LAUNCHERS[example].gpus):
+            continue
+        folder = stub(source, tmp_path / str(number) / example)
+        script = (folder / "run.slurm").read_text()
+        (folder / "run.slurm").write_text(re.sub(old, new, script, flags=re.MULTILINE))
+        jobs[fault] = submit(lab, example, folder, options=options, **variables), texts
+    for fault, (job, texts) in jobs.items():
+        assert job.wait(60).shown["JobState"] == "FAILED", fault
+        errors = [line for line in job.log.splitlines() if "error" in line]
+        assert len(errors) == 1 and errors[0].startswith("run.slurm: error:"), job.log
+        assert all(text in errors[0] for text in texts) and "started" not in job.log, job.log
+
+
+@pytest.mark.thorough
+def test_other_sites(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """SLURM_EXPORT_ENV=NONE, a conda environment without bin/activate, a folder with a space in its name: all work.
+
+    So does a SLURM before 21.08, which does not tell the number of GPUs: only the list of them.
+    """
+    folder = stub(source, tmp_path / "my project" / example)
+    (tmp_path / "conda" / "bin").mkdir(parents=True)
+    for program in ("python", "torchrun"):
+        link = tmp_path / "conda" / "bin" / program
+        link.write_text(f'#!/bin/sh\nexec "{sys.prefix}/bin/{program}" "$@"\n')
+        link.chmod(0o755)
+    gpus = LAUNCHERS[example].gpus
+    if gpus:
+        runs.edit(folder / "run.slurm", "set -eo pipefail\n", "set -eo pipefail\nunset SLURM_GPUS_ON_NODE\n")
+    nodes, tasks = header(folder, "nodes"), header(folder, "ntasks-per-node")
+    options = ("--export=ALL,SLURM_EXPORT_ENV=NONE", *["--gpus-per-node=2"] * gpus)
+    job = submit(lab, example, folder, "--epochs", "7", options=options, VENV="../../conda")
+    runs.wait_until(lambda: "started [" in job.log or job.ended, 120, "the start of the stub")
+    wait_for_start(folder, job.id)
+    (job.output / "finish").touch()
+    assert job.wait().shown["JobState"] == "COMPLETED", job.log
+    count = LAUNCHERS[example].processes_in_job if example != "ddp_spawn" else nodes * tasks
+    assert job.log.count("started [") == count and "'--epochs', '7'" in job.log
+    if example == "ddp_spawn":
+        assert "'--processes', '2'" in job.log
