@@ -14,6 +14,11 @@ def copy_example(source: Path, target: Path) -> Path:
     return Path(shutil.copytree(source, target, ignore=LEFT_OUT))
 
 
+# How torchrun names a killed process. Once in some hundred times it reads the report that another process is just
+# writing, of its lost connection, and fails on that instead.
+TORCHRUN_KILLED = r"rank *: \d(.|\n)*SIGKILL|Failed to parse reply file"
+
+
 @dataclass(frozen=True)
 class Launcher:
     """One row: `local` is the README's command with {n} for the number of processes."""
@@ -44,6 +49,7 @@ LAUNCHERS = {
         refusal=1,
         processes_in_job=4,
         checkpoint="checkpoint/epoch*/*_model_states.pt",
+        killed=TORCHRUN_KILLED,
         fp64=False,
     ),
     "horovod_cpu": Launcher(
@@ -68,5 +74,6 @@ LAUNCHERS = {
         processes_in_job=4,
         job_recovers=True,
         stops_at_a_step=True,
+        killed=TORCHRUN_KILLED,
     ),
 }

@@ -206,11 +206,22 @@ def test_one_worker_hangs(example: str, folder: Path, reference: Reference) -> N
     assert run.status > 0 and "finished" not in run.stdout
 
 
+NO_LOCKS = """
+import errno, fcntl, pathlib, train
+def lockf(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+fcntl.lockf = lockf
+train.lock(pathlib.Path("."))
+print("does without")
+"""
+
+
 @pytest.mark.thorough
 def test_two_runs_in_one_folder(example: str, folder: Path) -> None:
     """While a run writes to its --output-dir a second one is refused, even with --resume; the first goes on.
 
-    That a run which was killed leaves nothing behind that would stop the next one, test_killed_twice shows.
+    That a run which was killed leaves nothing behind that would stop the next one, test_killed_twice shows. On a file
+    system that has no locks, as some on networks have none, nothing is refused.
     """
     first = runs.start(example, folder, 2, "--epochs", 10000)
     first.read_until("epoch  1/")
@@ -219,6 +230,8 @@ def test_two_runs_in_one_folder(example: str, folder: Path) -> None:
     first.read_until("epoch ")
     first.kill()
     first.wait(30)
+    none = runs.Run(["python", "-c", NO_LOCKS], folder).wait(60)
+    assert none.stdout == "does without\n", none.stderr
 
 
 @pytest.mark.thorough
