@@ -71,7 +71,7 @@ RUN_BY = {  # README: command: the test that runs it, or the file that does
 
 def packages() -> list[str]:
     """Return the Debian packages that .ci/run installs."""
-    lists = re.findall(r"^packages\+?=\((.*)\)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    lists = re.findall(r"packages\+?=\((.*)\)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     return " ".join(lists).split()
 
 

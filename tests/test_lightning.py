@@ -45,7 +45,7 @@ def test_in_an_allocation(example: str, folder: Path, reference: Reference) -> N
     assert list(logs.glob("version_1/events.out.tfevents.*"))
     runs.assert_same_run(folder / "output", reference.output)
     files = {path.name for path in reference.output.iterdir()}
-    assert files == {"metrics.csv", "checkpoint.ckpt", "model.pt"} and reference.stderr == ""
+    assert files == {".lock", "metrics.csv", "checkpoint.ckpt", "model.pt"} and reference.stderr == ""
 
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
@@ -118,3 +118,13 @@ def test_on_a_terminal(example: str, folder: Path, reference: Reference) -> None
     assert process.returncode == 0
     assert b"Epoch 0:" in shown and b"epoch  1/1 | train loss" in shown and b"finished" in shown
     assert "Epoch 0:" not in reference.stdout
+
+
+def test_cuda_is_left_to_the_processes(example: str, folder: Path) -> None:
+    """The process that starts the others by fork does not ask CUDA: once asked, it does not work in forked processes."""
+    line = "from common import data\n"
+    note = "torch.cuda.is_available = lambda: print('asked by', os.getpid(), flush=True)\n"
+    runs.edit(folder / "train.py", line, line + note)
+    run = runs.start(example, folder, 2, "--epochs", 1, SLURM_GPUS_ON_NODE="2", ALLOW_CPU="1").wait(120)
+    assert run.status == 0 and "finished" in run.stdout, run.stderr
+    assert "asked by" in run.stdout and f"asked by {run.process.pid}\n" not in run.stdout

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -73,11 +74,13 @@ def check_gpus():
     driver, query = "no nvidia-smi", "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
     if shutil.which("nvidia-smi"):
         driver = subprocess.getoutput(query).partition("\n")[0]
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+    builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    built = next((f"{name} {version}" for name, version in builds.items() if version), "CPUs only")
     problem = f"PyTorch {torch.__version__}, built for {built}, cannot use the {gpus} GPUs of this job"
     remedy = (
         "install a build that can, on such a node: UV_TORCH_BACKEND=auto uv pip install --reinstall torch torchvision"
     )
+    remedy += " (or train on the CPUs: ALLOW_CPU=1)"
     fail(f"{problem} (NVIDIA driver: {driver}): {remedy}")
 
 
@@ -133,6 +136,7 @@ def read_checkpoint(args, path):
     """Return the checkpoint (None: there is none) and what is wrong (None: nothing); the file stays as it is."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
         lock(path.parent)
     except BlockingIOError:
         return None, f"another run is writing to --output-dir {path.parent}: wait for its end, or choose another folder"

@@ -11,6 +11,7 @@ import faulthandler
 import fcntl
 import os
 import sys
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -126,6 +127,7 @@ def read_checkpoint(args, path):
     """Return the checkpoint (None: there is none) and what is wrong (None: nothing); the file stays as it is."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
         lock(path.parent)
     except BlockingIOError:
         return None, f"another run is writing to --output-dir {path.parent}: wait for its end, or choose another folder"

@@ -12,9 +12,9 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 import zipfile
@@ -58,7 +58,6 @@ def parse_args():
     parser.add_argument("--devices", type=int, default=devices, help="processes of each node, one per GPU, if any")
     parser.add_argument("--logger", choices=("CSVLogger", "TensorBoardLogger"), help="Lightning's own, besides")
     args = parser.parse_args()
-    check_gpus()
     for name in ("epochs", "batch_size", "timeout", "devices"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}")
@@ -83,11 +82,13 @@ def check_gpus():
     driver, query = "no nvidia-smi", "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
     if shutil.which("nvidia-smi"):
         driver = subprocess.getoutput(query).partition("\n")[0]
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+    builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    built = next((f"{name} {version}" for name, version in builds.items() if version), "CPUs only")
     problem = f"PyTorch {torch.__version__}, built for {built}, cannot use the {gpus} GPUs of this job"
     remedy = (
         "install a build that can, on such a node: UV_TORCH_BACKEND=auto uv pip install --reinstall torch torchvision"
     )
+    remedy += " (or train on the CPUs: ALLOW_CPU=1)"
     fail(f"{problem} (NVIDIA driver: {driver}): {remedy}")
 
 
@@ -95,14 +96,6 @@ def fail(message):
     """Print one line in argparse's form and end with status 2, at once: other processes may never answer again."""
     print(f"train.py: error: {message}", file=sys.stderr, flush=True)
     os._exit(2)
-
-
-def interface_to(host):
-    """Return the network interface that leads to `host`. Gloo takes that of this node's name, which may be wrong."""
-    address = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), "little")
-    routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
-    numbers = [(int(mask, 16), int(target, 16), name) for name, target, _, _, _, _, _, mask, *_ in routes]
-    return max((mask, name) for mask, target, name in numbers if address & mask == target)[1]  # the narrowest
 
 
 def setup(args, local_rank):
@@ -119,8 +112,6 @@ def setup(args, local_rank):
     warnings.filterwarnings("ignore", "Grad strides|The (`srun` command|number of training)|`isinstance.tree")
     sys.stdout.reconfigure(line_buffering=True)  # each line reaches the log at once
     environment = SLURMEnvironment(auto_requeue=False) if SRUN else LightningEnvironment()
-    if args.nodes > 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_to(environment.main_address))
     trainer = pl.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=args.devices,
@@ -153,6 +144,7 @@ def read_checkpoint(args, path):
     """Return the checkpoint (None: there is none) and what is wrong (None: nothing); the file stays as it is."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
         lock(path.parent)
     except BlockingIOError:
         return None, f"another run is writing to --output-dir {path.parent}: wait for its end, or choose another folder"
@@ -259,6 +251,7 @@ class Training(pl.LightningModule):
 
 def main(local_rank, args):
     """Train as one of the processes."""
+    check_gpus()  # not before the fork in `launch`: CUDA, once asked, does not work in forked processes
     world_size, path = args.world_size, args.output_dir / "checkpoint.ckpt"
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)

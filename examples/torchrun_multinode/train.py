@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 import zipfile
@@ -83,11 +84,13 @@ def check_gpus():
     driver, query = "no nvidia-smi", "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
     if shutil.which("nvidia-smi"):
         driver = subprocess.getoutput(query).partition("\n")[0]
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+    builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    built = next((f"{name} {version}" for name, version in builds.items() if version), "CPUs only")
     problem = f"PyTorch {torch.__version__}, built for {built}, cannot use the {gpus} GPUs of this job"
     remedy = (
         "install a build that can, on such a node: UV_TORCH_BACKEND=auto uv pip install --reinstall torch torchvision"
     )
+    remedy += " (or train on the CPUs: ALLOW_CPU=1)"
     fail(f"{problem} (NVIDIA driver: {driver}): {remedy}")
 
 
@@ -101,14 +104,6 @@ def end_with_parent():
     """Have Linux end this process when torchrun ends, whatever the cause."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-def interface_to(host):
-    """Return the network interface that leads to `host`. Gloo takes that of this node's name, which may be wrong."""
-    address = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), "little")
-    routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
-    numbers = [(int(mask, 16), int(target, 16), name) for name, target, _, _, _, _, _, mask, *_ in routes]
-    return max((mask, name) for mask, target, name in numbers if address & mask == target)[1]  # the narrowest
 
 
 def setup(args):
@@ -125,8 +120,8 @@ def setup(args):
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    one_node = os.environ["GROUP_WORLD_SIZE"] == "1"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if one_node else interface_to(os.environ["MASTER_ADDR"]))
+    if os.environ["GROUP_WORLD_SIZE"] == "1":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # torchrun: one machine only, so its name need not resolve
     # torchrun: rank, world size and where to meet come from its variables. The votes on stopping go over Gloo.
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
     return dist.get_rank(), dist.get_world_size(), device
@@ -152,6 +147,7 @@ def read_checkpoint(args, path):
     """Return the checkpoint (None: there is none) and what is wrong (None: nothing); the file stays as it is."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
         lock(path.parent)
     except BlockingIOError:
         return None, f"another run is writing to --output-dir {path.parent}: wait for its end, or choose another folder"

@@ -1,10 +1,12 @@
 """What only horovod_cpu promises on SLURM: MPI over two nodes, its second script, staging, no silent lone tasks."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import runs
 from runs import Reference
 from slurm_jobs import SETTINGS, Job, copy, submit, two_processes
 from test_data_files import write_data
@@ -120,10 +122,17 @@ def test_staged_data_is_removed(example: str, source: Path, lab: Lab, tmp_path: 
     job.cancel()
     assert not staged(lab, job.id)
 
-    (folder / "data" / "book.txt").unlink()
-    (folder / "data" / "gone").symlink_to("no-such-file")
-    broken = submit(lab, example, folder, STAGE="1", DATA_DIR="data/gone")
+    os.mkfifo(folder / "data" / "endless")  # nobody writes to it: a copy of what is in it does not end
+    script = (folder / "run.slurm").read_text()
+    (folder / "run.slurm").write_text(script.replace("cp -rT", "cp -rT --copy-contents"))
+    copying = submit(lab, example, folder, STAGE="1")
+    runs.wait_until(lambda: staged(lab, copying.id), 60, "the beginning of the copy")
+    copying.cancel()
+    assert not staged(lab, copying.id) and "copied" not in copying.log
+
+    broken = submit(lab, example, folder, STAGE="1", DATA_DIR="no-such-folder")
     assert broken.wait().shown["JobState"] == "FAILED" and "started" not in broken.log
+    assert "run.slurm: error: the data could not be copied to all nodes" in broken.log, broken.log
     assert not staged(lab, broken.id)
 
 

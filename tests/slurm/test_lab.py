@@ -480,6 +480,7 @@ def no_accounting() -> str:
     return ""
 
 
+@pytest.mark.faults
 @pytest.mark.skipif(bool(no_accounting()), reason=no_accounting())
 def test_accounting(name: str, tmp_path: Path) -> None:
     """`sacct` shows the last slice of a requeued job, `sacct -D` both; so does `seff`, where there is one."""
