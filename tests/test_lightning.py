@@ -121,7 +121,7 @@ def test_on_a_terminal(example: str, folder: Path, reference: Reference) -> None
 
 
 def test_cuda_is_left_to_the_processes(example: str, folder: Path) -> None:
-    """The process that starts the others by fork does not ask CUDA: once asked, it does not work in forked processes."""
+    """The process that forks the others does not ask CUDA: once asked, it does not work in forked processes."""
     line = "from common import data\n"
     note = "torch.cuda.is_available = lambda: print('asked by', os.getpid(), flush=True)\n"
     runs.edit(folder / "train.py", line, line + note)

@@ -25,6 +25,7 @@ from slurm_jobs import (
     assert_completed,
     assert_failed,
     assert_no_step_lost,
+    hand_over,
     header,
     kill_worker,
     on_this_machine_only,
@@ -192,6 +193,7 @@ def test_fault(
     folder = slowed(source, tmp_path / example, f"{row.sleep} * ('SLURM_RESTART_COUNT' not in os.environ)")
     if fault == "disk full":
         (disk / example).mkdir()
+        hand_over(disk / example)
         (folder / "output").symlink_to(disk / example)
     job = submit(fragile, example, folder, "--timeout", "20", options=options)
     job.wait_for_line("epoch  1/")
