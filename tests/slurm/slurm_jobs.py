@@ -182,9 +182,12 @@ def assert_failed(job: Job, seconds: float = 60) -> None:
     assert last.startswith("run.slurm: error:") and f"OUTPUT_DIR=output/{job.id} sbatch run.slurm" in last, job.log
 
 
-def assert_no_step_lost(job: Job, stops: int = 1) -> None:
-    """Check that a job has stopped so many times after a step that all processes agreed on, and continued after it."""
+def assert_no_step_lost(job: Job, stops: int = 1, requeued: int = 0) -> None:
+    """Check that a job has stopped so many times after a step that all processes agreed on, and continued after it.
+
+    Where SLURM itself has `requeued` it, srun has gone by then, and the line that names the step may be missing.
+    """
     found = re.findall(r"stopped by a signal after step (\d+) of epoch (\d+)", job.log)
-    assert len(found) == stops, job.log
-    for step, epoch in found:
-        assert f"continuing after epoch {int(epoch) - 1} of {EPOCHS}, step {step}" in job.log
+    continued = re.findall(rf"continuing after epoch (\d+) of {EPOCHS}, step (\d+)", job.log)
+    assert stops - requeued <= len(found) <= len(continued) == stops, job.log
+    assert {(str(int(epoch) - 1), step) for step, epoch in found} <= set(continued), job.log

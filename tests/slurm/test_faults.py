@@ -216,5 +216,5 @@ def test_fault(
     assert_completed(job, EPOCHS, processes=None if row.elsewhere else 2)
     assert job.log.count("ConvNet on digits") >= 2 and ("continuing after epoch" in job.log) != row.anew
     if loses_no_step(fault, example):
-        assert_no_step_lost(job)
+        assert_no_step_lost(job, requeued=fault == "preempted")
     runs.assert_same_run(job.output, (shipped if row.elsewhere else undisturbed)().output)
