@@ -15,8 +15,9 @@ from runs import Reference
 
 def restarting(folder: Path, *arguments: str) -> runs.Run:
     """Start the example with 2 processes, as run.slurm does: torchrun starts them again, once, if one has died."""
-    launcher = ["torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "--shutdown-timeout=5"]
-    return runs.Run([*launcher, "train.py", *arguments], folder, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    launcher = ["torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "train.py"]
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
+    return runs.Run([*launcher, *arguments], folder, variables)
 
 
 def position(output: Path) -> tuple[int, int]:
