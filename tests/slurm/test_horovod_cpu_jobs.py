@@ -132,10 +132,12 @@ def test_staged_data_is_removed(example: str, source: Path, lab: Lab, tmp_path: 
     copying.cancel()
     assert not staged(lab, copying.id) and "copied" not in copying.log
 
-    broken = submit(lab, example, folder, STAGE="1", DATA_DIR="no-such-folder")
-    assert broken.wait().shown["JobState"] == "FAILED" and "started" not in broken.log
-    assert "run.slurm: error: the data could not be copied to all nodes" in broken.log, broken.log
-    assert not staged(lab, broken.id)
+    lab.run(["mkdir", "/tmp/on-node1"], node="node1", check=True)
+    for missing in ("no-such-folder", "/tmp/on-node1"):  # on all nodes, and on one of them
+        broken = submit(lab, example, folder, STAGE="1", DATA_DIR=missing)
+        assert broken.wait().shown["JobState"] == "FAILED" and "started" not in broken.log
+        assert "run.slurm: error: the data could not be copied to all nodes" in broken.log, broken.log
+        assert not staged(lab, broken.id)
 
 
 @pytest.mark.faults
