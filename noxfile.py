@@ -5,11 +5,12 @@
 """The checks of this repository: `nox -l` lists them, `nox -s smoke` runs the tests on a laptop."""
 
 import filecmp
-import importlib
+import importlib.util
 import re
 import shutil
 import sys
 import tempfile
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -31,8 +32,16 @@ every_example = nox.parametrize("example", EXAMPLES, ids=EXAMPLES)
 
 
 def ours(module: str) -> ModuleType:
-    """Import a module of this repository, which is not installed anywhere."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    """Import a module of this repository, which is not installed anywhere.
+
+    The program `nox` leaves this folder off the path on which Python looks for modules, and a plain import at the top
+    would also need the tests where only `sync` is asked for. So the module's package is loaded here, from its folder.
+    """
+    package = module.partition(".")[0]
+    if package not in sys.modules:
+        spec = PathFinder.find_spec(package, [str(ROOT)])
+        sys.modules[package] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[package])
     return importlib.import_module(module)
 
 
@@ -51,7 +60,7 @@ def run_tests(session: nox.Session, example: str, marks: str, at_once: int) -> N
     """
     arguments = list(session.posargs)
     with tempfile.TemporaryDirectory(prefix=f"{example}-") as temporary:
-        folder = ours("launchers").copy_example(ROOT / "examples" / example, Path(temporary, example))
+        folder = ours("tests.harness.launchers").copy_example(ROOT / "examples" / example, Path(temporary, example))
         if "--torch" in arguments:
             release = arguments.pop(arguments.index("--torch") + 1)
             arguments.remove("--torch")
@@ -79,8 +88,9 @@ def train(session: nox.Session) -> None:
     install(session, folder)
     if "--resume" not in arguments:
         shutil.rmtree(folder / "output" / "nox", ignore_errors=True)  # its own: the others are of SLURM jobs
+    command = ours("tests.harness.launchers").LAUNCHERS[example].command(2)
     session.chdir(folder)
-    session.run(*ours("launchers").LAUNCHERS[example].command(2), "--output-dir", "output/nox", *arguments)
+    session.run(*command, "--output-dir", "output/nox", *arguments)
 
 
 @nox.session

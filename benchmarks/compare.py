@@ -30,12 +30,11 @@ matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "slurm")]
-import runs  # noqa: E402
-import slurm_jobs  # noqa: E402
-from launchers import LAUNCHERS, copy_example  # noqa: E402
-
+sys.path.insert(0, str(ROOT))
 from lab import Lab, why_not  # noqa: E402
+from tests.harness import jobs, outputs, runs  # noqa: E402
+from tests.harness.launchers import LAUNCHERS, copy_example  # noqa: E402
+from tests.harness.processes import workers  # noqa: E402
 
 FIRST = "ddp_spawn"  # what the others are compared with
 # With more than 2 processes the order counts in which an all-reduce adds gradients, and these do not add them as
@@ -90,9 +89,9 @@ def train(example: str, temporary: Path) -> Row:
 def train_in_job(example: str, temporary: Path, lab: Lab) -> Row:
     """Submit an example's run.slurm, with 4 processes of 2 threads, and return what the job was like."""
     folder = copy_example(ROOT / "examples" / example, temporary / example)
-    job = slurm_jobs.submit_four(lab, example, folder)
-    first, memory = watch(job.wait_for_line, lambda: runs.workers(job.processes()))
-    slurm_jobs.assert_completed(job, slurm_jobs.EPOCHS, processes=4)
+    job = jobs.submit_four(lab, example, folder)
+    first, memory = watch(job.wait_for_line, lambda: workers(job.processes()))
+    jobs.assert_completed(job, jobs.EPOCHS, processes=4)
     return read_row(example, folder, job.output, first, memory)
 
 
@@ -109,7 +108,7 @@ def watch(read_until: Callable[[str], object], workers: Callable[[], list[int]])
 
 def read_row(example: str, folder: Path, output: Path, first: float, memory: float) -> Row:
     """Return what a run was like, from what it has written and what `watch` has seen."""
-    rows = runs.read_metrics(output)
+    rows = outputs.read_metrics(output)
     return Row(
         example,
         largest_difference=0.0,
@@ -119,7 +118,7 @@ def read_row(example: str, folder: Path, output: Path, first: float, memory: flo
         peak_mb_per_process=memory,
         lines=code_lines(folder / "train.py"),
         losses=[row["train_loss"] for row in rows],
-        weights=runs.read_model(output),
+        weights=outputs.read_model(output),
     )
 
 
@@ -177,11 +176,11 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compare-")))
         if args.slurm:
-            shared = slurm_jobs.on_this_machine_only(temporary, Path(sys.prefix))
-            lab = stack.enter_context(Lab(slurm_jobs.NODES, slurm_jobs.CPUS, name="compare", share=shared))
+            shared = jobs.on_this_machine_only(temporary, Path(sys.prefix))
+            lab = stack.enter_context(Lab(jobs.NODES, jobs.CPUS, name="compare", share=shared))
         for example in [FIRST, *(name for name in LAUNCHERS if name in args.examples and name != FIRST)]:
             rows.append(train_in_job(example, temporary, lab) if args.slurm else train(example, temporary))
-            rows[-1].largest_difference = runs.largest_difference(rows[-1].weights, rows[0].weights)
+            rows[-1].largest_difference = outputs.largest_difference(rows[-1].weights, rows[0].weights)
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     name = "slurm" if args.slurm else "compare"
     with open(args.output / f"{name}.csv", "w", newline="") as file:

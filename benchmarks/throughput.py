@@ -43,11 +43,10 @@ matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from launchers import LAUNCHERS  # noqa: E402
-
+sys.path.insert(0, str(ROOT))
 from common import data  # noqa: E402
 from common.models import ConvNet  # noqa: E402
+from tests.harness.launchers import LAUNCHERS  # noqa: E402
 
 BATCH = 64
 

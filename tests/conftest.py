@@ -5,10 +5,11 @@ import signal
 from pathlib import Path
 
 import pytest
-import readme
-import runs
-from launchers import LAUNCHERS, copy_example
-from runs import EXAMPLES, ROOT, Reference
+
+pytest.register_assert_rewrite("tests.harness")  # so that an assertion that fails there, too, shows its values
+from tests.harness import readme, runs  # noqa: E402
+from tests.harness.launchers import EXAMPLES, LAUNCHERS, ROOT, copy_example  # noqa: E402
+from tests.harness.runs import Reference  # noqa: E402
 
 # A shell lets what it starts with `&` ignore SIGINT, and so would everything that these tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-import readme
-import runs
-from launchers import LAUNCHERS, copy_example
-from runs import ROOT
+
+from tests.harness import outputs, readme
+from tests.harness.launchers import LAUNCHERS, ROOT, copy_example
 
 NEEDS = re.compile(r"# needs (the internet|a cluster|a GPU)\b")
 LAB, HOROVOD_JOBS = "slurm/test_lab.py::", "slurm/test_horovod_cpu_jobs.py::"
@@ -131,5 +130,5 @@ def test_copy_one_out(example: str, tmp_path: Path) -> None:
     copy_example(ROOT / "examples" / example, clone / "examples" / example)
     run = readme.run_block(readme.until(ROOT / "README.md", "python train.py --processes 2"), clone, HOME=str(tmp_path))
     assert "finished: test acc" in run.stdout
-    assert runs.read_metrics(tmp_path / "project" / "output")[-1]["world_size"] == 2
+    assert outputs.read_metrics(tmp_path / "project" / "output")[-1]["world_size"] == 2
     assert not (clone / "examples" / example / "output").exists()

@@ -1,56 +1,30 @@
 """The contract that every example keeps (see CONTRIBUTING.md), tested on a copy of its folder, on CPU over Gloo."""
 
 import os
-import random
 import re
 import shutil
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import runs
 import torch
-from launchers import LAUNCHERS
-from runs import Reference
-from test_scale import batches
-from torch.nn import functional as F
 
-from common import data
-from common.models import ConvNet
+from tests.harness import edits, outputs, refusals, runs, samples
+from tests.harness.launchers import LAUNCHERS
+from tests.harness.processes import wait_until
+from tests.harness.runs import Reference
 
 EPOCHS = 5  # of a run with the default settings
 
 
-def recomputed(output: Path, dataset: str, data_dir: str) -> tuple[float, float]:
-    """Return test loss and accuracy of model.pt, computed here, by one process."""
-    weights = runs.read_model(output)
-    model = ConvNet().to(weights["fc2.bias"].dtype)
-    model.load_state_dict(weights)
-    test_set = data.load(dataset, data_dir)[1]
-    images, labels = test_set[list(range(len(test_set)))]
-    with torch.no_grad():
-        logits = model(images.to(weights["fc2.bias"].dtype))
-    return F.cross_entropy(logits, labels).item(), (logits.argmax(1) == labels).double().mean().item()
-
-
-def assert_exact_metrics(output: Path, dataset: str = "digits", data_dir: str = "data") -> None:
-    """Check that the last row of metrics.csv counts each test sample once, over all processes."""
-    loss, accuracy = recomputed(output, dataset, data_dir)
-    row = runs.read_metrics(output)[-1]
-    assert row["test_accuracy"] == pytest.approx(accuracy, abs=1e-12)
-    assert row["test_loss"] == pytest.approx(loss, rel=1e-6)
-
-
 def test_default_run(example: str, reference: Reference) -> None:
     """The README's command learns the digits; its printed lines, metrics.csv and model.pt agree with each other."""
-    rows = runs.read_metrics(reference.output)
+    rows = outputs.read_metrics(reference.output)
     assert [row["epoch"] for row in rows] == list(range(1, EPOCHS + 1))
     assert all(row["world_size"] == 2 and row["seconds"] > 0 and row["samples_per_second"] > 0 for row in rows)
     assert rows[-1]["test_accuracy"] >= 0.96
     assert rows[-1]["train_loss"] < 0.2 < 1 < rows[0]["train_loss"]
-    assert_exact_metrics(reference.output)
+    outputs.assert_exact_metrics(reference.output)
 
     lines = reference.stdout.splitlines()
     backend = LAUNCHERS[example].backend
@@ -69,44 +43,7 @@ def test_resume_of_a_finished_run(example: str, folder: Path, reference: Referen
     (folder / "output" / "model.pt").unlink()
     run = runs.train(example, folder, 2, "--resume")
     assert "continuing after epoch 5 of 5" in run.stdout and "train loss" not in run.stdout
-    runs.assert_same_run(folder / "output", reference.output)
-
-
-def kill_all(_: str, run: runs.Run) -> None:
-    """Send SIGKILL to every process of a run."""
-    run.kill()
-    run.wait(30)
-
-
-def kill_one(example: str, run: runs.Run) -> None:
-    """Send SIGKILL to one worker: within 60 s the run ends non-zero and says which process died."""
-    os.kill(max(run.workers()), signal.SIGKILL)
-    run.wait(60)
-    assert run.status > 0 and "finished" not in run.stdout
-    assert re.search(LAUNCHERS[example].killed, run.stderr), run.stderr
-
-
-def kill_and_resume(
-    example: str, folder: Path, reference: Reference, kills: list[Callable[[str, runs.Run], None]], *arguments: object
-) -> runs.Run:
-    """Kill a run at a random moment in each of these ways, resume it each time, and compare its end with the reference.
-
-    Return the last run.
-    """
-    seed = random.randrange(10**6)
-    print(f"seed of the moments: {seed}")
-    moments = random.Random(seed)
-    for number, kill in enumerate(kills):
-        run = runs.start(example, folder, 2, *arguments, *["--resume"] * bool(number))
-        run.read_until("ConvNet on digits")
-        for _ in range(moments.randrange(2)):  # epochs that this run gets to see the end of
-            run.read_until("train loss")
-        time.sleep(0.6 * moments.random())  # not a wait: the random moment, in a step, an evaluation or a save
-        assert run.process.poll() is None, "the run was over before its kill: too fast a machine for so few epochs"
-        kill(example, run)
-    run = runs.train(example, folder, 2, *arguments, "--resume", PYTHONPROFILEIMPORTTIME="1")
-    runs.assert_same_run(folder / "output", reference.output)
-    return run
+    outputs.assert_same_run(folder / "output", reference.output)
 
 
 def test_killed_twice(example: str, folder: Path, reference: Reference) -> None:
@@ -114,7 +51,7 @@ def test_killed_twice(example: str, folder: Path, reference: Reference) -> None:
 
     The last run has listed its imports: torchvision, which takes seconds, is one only if the framework needs it.
     """
-    run = kill_and_resume(example, folder, reference, [kill_one, kill_all])
+    run = runs.kill_and_resume(example, folder, reference, [runs.kill_one, runs.kill_all])
     assert "torch.distributed" in run.stderr, "the list of imports is missing"
     assert ("torchvision" in run.stderr) == LAUNCHERS[example].torchvision
 
@@ -123,7 +60,7 @@ def test_killed_twice(example: str, folder: Path, reference: Reference) -> None:
 @pytest.mark.parametrize("repeat", range(5))
 def test_killed_ten_times(example: str, folder: Path, reference: Reference, repeat: int) -> None:
     """Five runs, each killed at two random moments."""
-    kill_and_resume(example, folder, reference, [kill_all, kill_all])
+    runs.kill_and_resume(example, folder, reference, [runs.kill_all, runs.kill_all])
 
 
 @pytest.mark.thorough
@@ -144,15 +81,15 @@ def test_three_processes(example: str, folder: Path) -> None:
     ):
         arguments += f" --precision {precision}"
         runs.train(example, folder, processes, *arguments.split(), SLURM_CPUS_PER_TASK=str(processes))  # 1 thread each
-    runs.assert_same_run(folder / "resumed", folder / "whole")
-    assert_exact_metrics(folder / "whole")
-    assert_exact_metrics(folder / "one")
-    rows, same = (runs.without_times(runs.read_metrics(folder / name)) for name in ("whole", "one"))
+    outputs.assert_same_run(folder / "resumed", folder / "whole")
+    outputs.assert_exact_metrics(folder / "whole")
+    outputs.assert_exact_metrics(folder / "one")
+    rows, same = (outputs.without_times(outputs.read_metrics(folder / name)) for name in ("whole", "one"))
     assert [row.pop("world_size") for row in rows] == [3, 3] and [row.pop("world_size") for row in same] == [1, 1]
     if precision == "fp32":
         assert rows[0]["train_loss"] == pytest.approx(same[0]["train_loss"], rel=1e-3)
         return
-    assert runs.largest_difference(runs.read_model(folder / "whole"), runs.read_model(folder / "one")) < 1e-9
+    assert outputs.largest_difference(outputs.read_model(folder / "whole"), outputs.read_model(folder / "one")) < 1e-9
     assert all(row == pytest.approx(other, rel=1e-9) for row, other in zip(rows, same, strict=True))
 
 
@@ -165,28 +102,28 @@ def test_bf16_and_order(example: str, folder: Path, reference: Reference) -> Non
     rank = LAUNCHERS[example].rank
     line = "        batch = self.images[indices]"
     note = f"        print(*indices, file=open('seen-%d-%d' % (len(self), {rank}), 'a'))\n"
-    runs.edit(folder / "common" / "data.py", line, note + line)
+    edits.edit(folder / "common" / "data.py", line, note + line)
     runs.train(example, folder, 2, "--precision", "bf16")
     for rank in range(2):
-        expected = [indices for epoch in range(EPOCHS) for indices in batches(1438, rank, 2, 64, epoch)]
+        expected = [indices for epoch in range(EPOCHS) for indices in samples.batches(1438, rank, 2, 64, epoch)]
         lines = (folder / f"seen-1438-{rank}").read_text().splitlines()
         assert [[int(word) for word in line.split()] for line in lines] == expected
     evaluated = [int(word) for rank in range(2) for word in (folder / f"seen-359-{rank}").read_text().split()]
     assert sorted(evaluated) == sorted(list(range(359)) * EPOCHS)
-    weights = runs.read_model(folder / "output")
+    weights = outputs.read_model(folder / "output")
     assert all(weight.dtype == torch.float32 for weight in weights.values())
-    assert runs.largest_difference(weights, runs.read_model(reference.output)) > 1e-4
-    bf16, fp32 = (runs.read_metrics(output)[-1]["test_accuracy"] for output in (folder / "output", reference.output))
+    assert outputs.largest_difference(weights, outputs.read_model(reference.output)) > 1e-4
+    bf16, fp32 = (outputs.read_metrics(output)[-1]["test_accuracy"] for output in (folder / "output", reference.output))
     assert abs(bf16 - fp32) <= 0.01
 
 
 def test_exception_in_one_worker(example: str, folder: Path) -> None:
     """An exception on rank 1 alone: its traceback is shown and the run ends non-zero within 60 s of that."""
     rank = LAUNCHERS[example].rank
-    runs.plant(folder, f"if {rank} == 1:\n    raise ArithmeticError('planted on rank 1')\n")
+    edits.plant(folder, f"if {rank} == 1:\n    raise ArithmeticError('planted on rank 1')\n")
     run = runs.start(example, folder, 2)
     shown = Path(run.errors.name)
-    runs.wait_until(lambda: "planted on rank 1" in shown.read_text(), 120, "the exception's traceback")
+    wait_until(lambda: "planted on rank 1" in shown.read_text(), 120, "the exception's traceback")
     run.wait(60)
     assert run.status > 0
     assert "Traceback" in run.stderr and "ArithmeticError: planted on rank 1" in run.stderr, run.stderr
@@ -200,7 +137,7 @@ def test_one_worker_hangs(example: str, folder: Path, reference: Reference) -> N
     """
     run = runs.start(example, folder, 2, "--timeout", 10, "--seed", 1)
     loss = float(re.search(r"train loss ([\d.]+)", run.read_until("epoch  1/"))[1])
-    assert abs(loss - runs.read_metrics(reference.output)[0]["train_loss"]) > 1e-3
+    assert abs(loss - outputs.read_metrics(reference.output)[0]["train_loss"]) > 1e-3
     os.kill(max(run.workers()), signal.SIGSTOP)
     run.wait(10 + 60)
     assert run.status > 0 and "finished" not in run.stdout
@@ -226,7 +163,7 @@ def test_two_runs_in_one_folder(example: str, folder: Path) -> None:
     first = runs.start(example, folder, 2, "--epochs", 10000)
     first.read_until("epoch  1/")
     second = runs.start(example, folder, 1, "--resume").wait(120)
-    runs.assert_refused(second, LAUNCHERS[example].refusal, "another run", "--output-dir output")
+    refusals.assert_refused(second, LAUNCHERS[example].refusal, "another run", "--output-dir output")
     first.read_until("epoch ")
     first.kill()
     first.wait(30)
@@ -246,7 +183,7 @@ def test_gpus_that_cannot_be_used(example: str, folder: Path, tmp_path: Path) ->
     path = f"{smi.parent}:{os.environ['PATH']}"
     run = runs.start(example, folder, 1, SLURM_GPUS_ON_NODE="2", PATH=path).wait(120)
     texts = ["2 GPUs", f"PyTorch {torch.__version__}", "470.57.02", "UV_TORCH_BACKEND=auto"]
-    runs.assert_refused(run, LAUNCHERS[example].refusal, *texts)
+    refusals.assert_refused(run, LAUNCHERS[example].refusal, *texts)
     assert not (folder / "output").exists()
 
 
@@ -264,7 +201,7 @@ def test_gpus_that_cannot_be_used(example: str, folder: Path, tmp_path: Path) ->
 def test_bad_input(example: str, folder: Path, arguments: str, texts: list[str]) -> None:
     """Bad input ends with one clear line that says what to do."""
     run = runs.start(example, folder, 2, *arguments.split()).wait(120)
-    runs.assert_refused(run, LAUNCHERS[example].refusal, *texts)
+    refusals.assert_refused(run, LAUNCHERS[example].refusal, *texts)
 
 
 def test_bad_arguments(example: str, folder: Path) -> None:
@@ -279,7 +216,7 @@ def test_bad_arguments(example: str, folder: Path) -> None:
         "--lr nan": ["--lr", "0 or more", "nan"],
         "--no-such-flag": ["--no-such-flag"],
     }
-    runs.assert_arguments_refused(folder, texts)
+    refusals.assert_arguments_refused(folder, texts)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +250,7 @@ def test_bad_checkpoint(
         del content[len(content) // 2 :]
     checkpoint.write_bytes(content)
     run = runs.start(example, folder, processes, *arguments.split()).wait(120)
-    runs.assert_refused(run, LAUNCHERS[example].refusal, *texts)
+    refusals.assert_refused(run, LAUNCHERS[example].refusal, *texts)
     assert checkpoint.read_bytes() == content
     left, before = ({path.relative_to(top) for path in top.rglob("*")} for top in (folder / "output", reference.output))
     assert left == before
@@ -339,4 +276,4 @@ def test_on_gpus(example: str, folder: Path) -> None:
     count = torch.cuda.device_count()
     run = runs.train(example, folder, count, CUDA_VISIBLE_DEVICES=",".join(map(str, range(count))))
     assert "nccl on cuda" in run.stdout
-    assert runs.read_metrics(folder / "output")[-1]["test_accuracy"] >= 0.95
+    assert outputs.read_metrics(folder / "output")[-1]["test_accuracy"] >= 0.95

@@ -4,83 +4,55 @@ import functools
 import gzip
 import hashlib
 import http.server
-import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-import runs
-from launchers import LAUNCHERS
-from test_contract import assert_exact_metrics
 
 from common import data
-
-CLASSES = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
-SIZES = {"train": 700, "t10k": 101}
-
-
-def idx_files() -> dict[str, bytes]:
-    """Return MNIST's four files, made of the embedded digits: the header of the idx format, then the bytes."""
-    arrays = np.load(Path(data.__file__).with_name("digits.npz"))
-    files = {}
-    for part, key in (("train", "train"), ("t10k", "test")):
-        small = arrays[f"{key}_images"][: SIZES[part]].astype(np.uint16) * 255 // 16
-        images = np.pad(small.astype(np.uint8).repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))
-        labels = arrays[f"{key}_labels"][: SIZES[part]]
-        files[f"{part}-images-idx3-ubyte"] = struct.pack(">IIII", 0x803, *images.shape) + images.tobytes()
-        files[f"{part}-labels-idx1-ubyte"] = struct.pack(">II", 0x801, len(labels)) + labels.tobytes()
-    return files
-
-
-def write_data(data_dir: Path, name: str) -> Path:
-    """Write the files of data set `name` where torchvision expects them under `data_dir`; return their folder."""
-    raw = data_dir / CLASSES[name] / "raw"
-    raw.mkdir(parents=True)
-    for file, content in idx_files().items():
-        (raw / file).write_bytes(content)
-    return raw
+from tests.harness import outputs, refusals, runs, samples
+from tests.harness.launchers import LAUNCHERS
 
 
 @pytest.mark.once
 def test_trains_on_idx_files(example: str, folder: Path) -> None:
     """A few hundred images in torchvision's format are read, learnt and evaluated exactly."""
-    write_data(folder / "data", "fashion_mnist")
+    samples.write_data(folder / "data", "fashion_mnist")
     command = "python train.py --dataset fashion_mnist --data-dir data --epochs 4 --batch-size 16"
     run = runs.Run(command.split(), folder).wait(180)
     assert run.status == 0, run.stderr
-    rows = runs.read_metrics(folder / "output")
+    rows = outputs.read_metrics(folder / "output")
     assert rows[-1]["test_accuracy"] > 0.8 and rows[-1]["train_loss"] < 0.5
-    assert_exact_metrics(folder / "output", "fashion_mnist", str(folder / "data"))
+    outputs.assert_exact_metrics(folder / "output", "fashion_mnist", str(folder / "data"))
 
 
 @pytest.mark.once
 def test_truncated_idx_file(example: str, folder: Path) -> None:
     """A truncated file ends the run with the folder and the command that fetches it anew."""
-    path = write_data(folder / "data", "mnist") / "train-images-idx3-ubyte"
+    path = samples.write_data(folder / "data", "mnist") / "train-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-100])
     run = runs.start(example, folder, 2, "--dataset", "mnist").wait(60)
-    runs.assert_refused(
+    refusals.assert_refused(
         run, LAUNCHERS[example].refusal, "data/MNIST/raw", "python -m common.data mnist --data-dir data"
     )
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", samples.CLASSES)
 def test_reads_idx_files(tmp_path: Path, name: str) -> None:
     """The bytes of the files are the images and labels of the data set, for mnist and fashion_mnist alike."""
-    write_data(tmp_path, name)
+    samples.write_data(tmp_path, name)
     train_set, test_set = data.load(name, str(tmp_path))
-    assert (len(train_set), len(test_set)) == (SIZES["train"], SIZES["t10k"])
-    assert train_set.images.numpy().tobytes() == idx_files()["train-images-idx3-ubyte"][16:]
-    assert bytes(test_set.labels.tolist()) == idx_files()["t10k-labels-idx1-ubyte"][8:]
+    assert (len(train_set), len(test_set)) == (samples.SIZES["train"], samples.SIZES["t10k"])
+    assert train_set.images.numpy().tobytes() == samples.idx_files()["train-images-idx3-ubyte"][16:]
+    assert bytes(test_set.labels.tolist()) == samples.idx_files()["t10k-labels-idx1-ubyte"][8:]
 
 
 @pytest.mark.parametrize("file", ["train-images", "train-labels", "t10k-images", "t10k-labels"])
 @pytest.mark.parametrize("left", [0, 2, 6, 40])
 def test_damaged_idx_files(tmp_path: Path, file: str, left: int) -> None:
     """Whichever file is cut off, and wherever, the error says where it is and how to fetch it anew."""
-    path = next(write_data(tmp_path, "mnist").glob(f"{file}*"))
+    path = next(samples.write_data(tmp_path, "mnist").glob(f"{file}*"))
     path.write_bytes(path.read_bytes()[:left])
     with pytest.raises(data.DataError, match=r"MNIST/raw .*python -m common\.data mnist"):
         data.load("mnist", str(tmp_path))
@@ -89,7 +61,7 @@ def test_damaged_idx_files(tmp_path: Path, file: str, left: int) -> None:
 @pytest.mark.parametrize("file", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
 def test_files_that_do_not_belong_together(tmp_path: Path, file: str) -> None:
     """As many images as labels, or none is used."""
-    raw = write_data(tmp_path, "mnist")
+    raw = samples.write_data(tmp_path, "mnist")
     part, _, rest = file.partition("-")
     other = {"train": "t10k", "t10k": "train"}[part]
     (raw / file).write_bytes((raw / f"{other}-{rest}").read_bytes())
@@ -102,7 +74,7 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """Serve MNIST's packed files on loopback; yield the address and the folder they lie in."""
     served = tmp_path / "served"
     served.mkdir()
-    for file, content in idx_files().items():
+    for file, content in samples.idx_files().items():
         (served / f"{file}.gz").write_bytes(gzip.compress(content))
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=served)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
@@ -133,9 +105,9 @@ def test_download(command: Path, capsys: pytest.CaptureFixture[str]) -> None:
         data.main()
         assert "mnist is in data/MNIST" in capsys.readouterr().out
         assert [path.name for path in (command / "data").iterdir()] == ["MNIST"]
-    for file, content in idx_files().items():
+    for file, content in samples.idx_files().items():
         assert (command / "data" / "MNIST" / "raw" / file).read_bytes() == content
-    assert len(data.load("mnist", "data")[0]) == SIZES["train"]
+    assert len(data.load("mnist", "data")[0]) == samples.SIZES["train"]
 
 
 @pytest.mark.parametrize("fault", ["another content", "gone"])
@@ -158,7 +130,7 @@ def test_download_refused(
 
 def test_download_beside_damaged_files(command: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Files that are there already are never overwritten: if they are damaged, the command says what to remove."""
-    raw = write_data(command / "data", "mnist")
+    raw = samples.write_data(command / "data", "mnist")
     (raw / "train-labels-idx1-ubyte").write_bytes(b"")
     with pytest.raises(SystemExit):
         data.main()

@@ -5,7 +5,9 @@ import signal
 from pathlib import Path
 
 import pytest
-import runs
+
+from tests.harness import edits, refusals, runs
+from tests.harness.processes import wait_until, with_torch
 
 
 @pytest.mark.parametrize(
@@ -18,7 +20,7 @@ import runs
 def test_wrong_job(example: str, folder: Path, variables: dict[str, str], texts: list[str]) -> None:
     """A job of another shape than one node and one task is refused."""
     run = runs.start(example, folder, 2, **variables).wait(120)
-    runs.assert_refused(run, 2, *texts)
+    refusals.assert_refused(run, 2, *texts)
 
 
 def test_cores_of_the_job(example: str, folder: Path) -> None:
@@ -30,9 +32,9 @@ def test_cores_of_the_job(example: str, folder: Path) -> None:
 
 def test_more_processes_than_gpus(example: str, folder: Path) -> None:
     """On a GPU machine (played here) more processes than GPUs are refused before any of them starts."""
-    runs.play_one_gpu(folder)
+    edits.play_one_gpu(folder)
     run = runs.start(example, folder, 2).wait(120)
-    runs.assert_refused(run, 2, "--processes 2", "1 GPU")
+    refusals.assert_refused(run, 2, "--processes 2", "1 GPU")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
@@ -41,14 +43,14 @@ def test_parent_killed(example: str, folder: Path, number: signal.Signals) -> No
     run = runs.start(example, folder, 2, "--epochs", 1000)
     run.read_until("epoch  1/")
     os.kill(run.process.pid, number)
-    runs.wait_until(lambda: not run.workers(), 60, "the end of the processes that have lost their parent")
+    wait_until(lambda: not run.workers(), 60, "the end of the processes that have lost their parent")
     run.wait(10)
     assert run.status != 0 and "Traceback" not in run.stderr
 
 
 def test_every_traceback(example: str, folder: Path) -> None:
     """The parent, held up until two processes have failed, shows both tracebacks: the cause is not lost."""
-    runs.plant(
+    edits.plant(
         folder,
         """\
         rank = torch.distributed.get_rank()
@@ -59,9 +61,9 @@ def test_every_traceback(example: str, folder: Path) -> None:
     )
     run = runs.start(example, folder, 2)
     # The workers need the parent's store to meet.
-    runs.wait_until(lambda: len(list(folder.glob("started-*"))) == 2, 60, "both workers")
+    wait_until(lambda: len(list(folder.glob("started-*"))) == 2, 60, "both workers")
     os.kill(run.process.pid, signal.SIGSTOP)
-    runs.wait_until(lambda: len(runs.with_torch(run.pids())) == 2, 60, "only the parent and the forkserver")
+    wait_until(lambda: len(with_torch(run.pids())) == 2, 60, "only the parent and the forkserver")
     os.kill(run.process.pid, signal.SIGCONT)
     run.wait(60)
     assert run.status == 1

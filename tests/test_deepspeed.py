@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import runs
-from runs import Reference
-from test_contract import kill_all, kill_and_resume
+
+from tests.harness import edits, outputs, refusals, runs
+from tests.harness.processes import wait_until
+from tests.harness.runs import Reference
 
 
 def memory(run: runs.Run | Reference) -> dict[str, float]:
@@ -32,7 +33,7 @@ def bare(tmp_path: Path) -> dict[str, str]:
 
 def test_same_bits_as_ddp_spawn(example: str, tmp_path: Path, reference: Reference) -> None:
     """Stage 0, 2 processes, fp32: DistributedDataParallel ends with the same bits and metrics."""
-    runs.assert_same_run(reference.output, runs.train_ddp_spawn(tmp_path))
+    outputs.assert_same_run(reference.output, runs.train_ddp_spawn(tmp_path))
 
 
 def test_stage_1_and_its_own_launcher(example: str, folder: Path, reference: Reference) -> None:
@@ -41,7 +42,7 @@ def test_stage_1_and_its_own_launcher(example: str, folder: Path, reference: Ref
     command = line.partition("#")[0].replace("output/own", "output").split()
     run = runs.Run([*command, "--zero-stage", "1"], folder).wait(180)
     assert run.status == 0, run.stdout + run.stderr
-    runs.assert_same_run(folder / "output", reference.output)
+    outputs.assert_same_run(folder / "output", reference.output)
     one, zero = memory(run), memory(reference)
     assert one["optimizer state"] == pytest.approx(zero["optimizer state"] / 2, rel=0.01)
     assert one["parameters"] == pytest.approx(zero["parameters"], rel=0.01)
@@ -50,7 +51,7 @@ def test_stage_1_and_its_own_launcher(example: str, folder: Path, reference: Ref
 def test_stage_3_without_a_compiler(example: str, folder: Path, reference: Reference, bare: dict[str, str]) -> None:
     """Stage 3 on a node without ninja and compiler: the bits of stage 0, half of everything on each process."""
     run = runs.train(example, folder, 2, "--zero-stage", 3, **bare)
-    runs.assert_same_run(folder / "output", reference.output)
+    outputs.assert_same_run(folder / "output", reference.output)
     three, zero = memory(run), memory(reference)
     for name in ("parameters", "gradients", "optimizer state"):
         assert three[name] == pytest.approx(zero[name] / 2, rel=0.02), name
@@ -61,7 +62,7 @@ def test_stage_3_without_a_compiler(example: str, folder: Path, reference: Refer
 @pytest.mark.parametrize("repeat", range(5))
 def test_stage_2_killed_ten_times(example: str, folder: Path, reference: Reference, repeat: int) -> None:
     """Five runs at stage 2, each killed at two random moments and resumed: the bits of an undisturbed stage 0."""
-    kill_and_resume(example, folder, reference, [kill_all, kill_all], "--zero-stage", 2)
+    runs.kill_and_resume(example, folder, reference, [runs.kill_all, runs.kill_all], "--zero-stage", 2)
 
 
 def test_killed_while_saving(example: str, folder: Path, reference: Reference) -> None:
@@ -74,7 +75,7 @@ def test_killed_while_saving(example: str, folder: Path, reference: Reference) -
     planted = "        if rank == 1 and tag == 'epoch2':\n"
     planted += "            os.truncate(shards(path / tag, 1)[0], 1000)\n"
     planted += f"            os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
-    runs.edit(script, line, planted + line)
+    edits.edit(script, line, planted + line)
     run = runs.start(example, folder, 2, "--zero-stage", 2).wait(120)
     script.write_text(code)
     checkpoint = folder / "output" / "checkpoint"
@@ -86,13 +87,13 @@ def test_killed_while_saving(example: str, folder: Path, reference: Reference) -
     flipped[len(content) // 2] ^= 1
     shard.write_bytes(flipped)
     refused = runs.start(example, folder, 2, "--zero-stage", 2, "--resume").wait(120)
-    runs.assert_refused(refused, 1, "output/checkpoint", "damaged", shard.name, "move it away")
+    refusals.assert_refused(refused, 1, "output/checkpoint", "damaged", shard.name, "move it away")
     assert shard.read_bytes() == flipped
     shard.write_bytes(content)
 
     resumed = runs.train(example, folder, 2, "--zero-stage", 2, "--resume")
     assert "continuing after epoch 1 of 5" in resumed.stdout
-    runs.assert_same_run(folder / "output", reference.output)
+    outputs.assert_same_run(folder / "output", reference.output)
     assert sorted(path.name for path in checkpoint.glob("epoch*")) == ["epoch5"]
 
 
@@ -145,16 +146,16 @@ def test_bad_settings(example: str, folder: Path) -> None:
     assert run.status == 0 and not run.stderr, run.stderr
 
     run = runs.start(example, folder, 2, "--deepspeed_config", "unknown.json").wait(120)
-    runs.assert_refused(run, 1, "unknown.json", "zero_optimisation")
+    refusals.assert_refused(run, 1, "unknown.json", "zero_optimisation")
 
 
 def test_without_a_launcher(example: str, folder: Path) -> None:
     """Started as a plain script, it names the command, and looks for no MPI; fp64 and no such stage are refused."""
     run = runs.Run(["python", "train.py"], folder).wait(120)
-    runs.assert_refused(run, 2, "torchrun --standalone --nproc-per-node=2 train.py")
+    refusals.assert_refused(run, 2, "torchrun --standalone --nproc-per-node=2 train.py")
     assert "mpi" not in run.stderr.lower() + run.stdout.lower()
     texts = {"--precision fp64": ["--precision fp64", "fp32 or bf16"], "--zero-stage 4": ["--zero-stage"]}
-    runs.assert_arguments_refused(folder, texts)
+    refusals.assert_arguments_refused(folder, texts)
 
 
 @pytest.mark.faults
@@ -162,7 +163,7 @@ def test_gpt(example: str, folder: Path) -> None:
     """The README's command for TinyGPT at stage 3."""
     arguments = "--model gpt --zero-stage 3 --output-dir output/gpt"
     run = runs.train(example, folder, 2, *arguments.split(), seconds=300)
-    rows = runs.read_metrics(folder / "output" / "gpt")
+    rows = outputs.read_metrics(folder / "output" / "gpt")
     assert "ZeRO stage 3, fp32" in run.stdout and rows[-1]["test_loss"] < rows[0]["test_loss"]
 
 
@@ -177,11 +178,11 @@ def test_gpt_in_bf16_with_accumulation(example: str, folder: Path) -> None:
     arguments = "--model gpt --zero-stage 3 --deepspeed_config own.json --epochs 2 --batch-size 29 --lr 0.004"
     run = runs.train(example, folder, 2, *arguments.split())
     assert "own.json: ZeRO stage 3, bf16" in run.stdout and "global batch 116" in run.stdout
-    rows = runs.read_metrics(folder / "output")
+    rows = outputs.read_metrics(folder / "output")
     assert rows[-1]["test_loss"] < 3.42 < 3.47 < rows[0]["train_loss"]  # 3.47: its 32 symbols by chance
     held = memory(run)
     assert held["parameters"] * 4 == pytest.approx(held["optimizer state"], rel=0.05)  # 2 bytes against twice 4
-    weights = runs.read_model(folder / "output")
+    weights = outputs.read_model(folder / "output")
     assert {str(weight.dtype) for weight in weights.values()} == {"torch.float32"}
     assert sum(weight.numel() for name, weight in weights.items() if name != "head.weight") == 445_952
 
@@ -193,13 +194,15 @@ def test_offload(example: str, folder: Path) -> None:
     run = runs.start(example, folder, 2, "--deepspeed_config", "ds_config_offload.json", "--epochs", 2).wait(400)
     assert run.status == 0, run.stderr
     assert "ds_config_offload.json: ZeRO stage 2" in run.stdout
-    assert runs.read_metrics(folder / "output")[-1]["test_accuracy"] > 0.85
+    assert outputs.read_metrics(folder / "output")[-1]["test_accuracy"] > 0.85
 
 
 def test_offload_without_a_compiler(example: str, folder: Path, bare: dict[str, str]) -> None:
     """Where the op cannot be compiled, one line says what to install or to build before."""
     run = runs.start(example, folder, 2, "--deepspeed_config", "ds_config_offload.json", **bare).wait(120)
-    runs.assert_refused(run, 1, "ds_config_offload.json", "cpu_adam", "install ninja and g++", "DS_BUILD_CPU_ADAM=1")
+    refusals.assert_refused(
+        run, 1, "ds_config_offload.json", "cpu_adam", "install ninja and g++", "DS_BUILD_CPU_ADAM=1"
+    )
 
 
 @pytest.mark.faults
@@ -208,5 +211,5 @@ def test_torchrun_killed(example: str, folder: Path) -> None:
     run = runs.start(example, folder, 2, "--epochs", 1000)
     run.read_until("epoch  1/")
     os.kill(run.process.pid, signal.SIGKILL)
-    runs.wait_until(lambda: not run.pids(), 10, "the end of the processes that have lost torchrun")
+    wait_until(lambda: not run.pids(), 10, "the end of the processes that have lost torchrun")
     run.wait(10)

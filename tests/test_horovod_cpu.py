@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import runs
 import yaml
-from runs import Reference
+
+from tests.harness import outputs, refusals, runs
+from tests.harness.processes import wait_until
+from tests.harness.runs import Reference
 
 DEVANAGARI = "धर्मक्षेत्रे कुरुक्षेत्रे समवेता युयुत्सवः।\nमामकाः पाण्डवाश्चैव किमकुर्वत सञ्जय॥\n"
 
@@ -32,7 +34,7 @@ def lm_rows(output: Path) -> list[dict[str, float]]:
 
 def test_same_bits_as_ddp_spawn(example: str, tmp_path: Path, reference: Reference) -> None:
     """The same seed and data, 2 processes, fp32: DistributedDataParallel ends with the same bits and metrics."""
-    runs.assert_same_run(reference.output, runs.train_ddp_spawn(tmp_path))
+    outputs.assert_same_run(reference.output, runs.train_ddp_spawn(tmp_path))
 
 
 def test_without_a_launcher(example: str, folder: Path) -> None:
@@ -41,7 +43,7 @@ def test_without_a_launcher(example: str, folder: Path) -> None:
     assert run.status == 0, run.stderr
     threads = len(os.sched_getaffinity(0))
     assert f"1 processes on 1 node, gloo on cpu, {threads} thread" in run.stdout
-    assert runs.read_metrics(folder / "output")[0]["world_size"] == 1
+    assert outputs.read_metrics(folder / "output")[0]["world_size"] == 1
 
 
 def test_srun_without_pmi(example: str, folder: Path) -> None:
@@ -60,7 +62,7 @@ def test_sizes_that_do_not_divide(example: str, folder: Path, processes: int, ba
     arguments = f"--epochs 2 --batch-size {batch_size} --batches-per-allreduce {batches} --timeout 60"
     runs.train(example, folder, processes, *arguments.split())
     steps = 1438 // processes // (batch_size * batches)
-    for row in runs.read_metrics(folder / "output"):
+    for row in outputs.read_metrics(folder / "output"):
         assert round(row["samples_per_second"] * row["seconds"]) == processes * steps * batch_size * batches
 
 
@@ -68,15 +70,15 @@ def test_batches_per_allreduce(example: str, folder: Path) -> None:
     """Two batches of 16 that make one step are one batch of 32, exactly (fp64)."""
     for output, arguments in (("one", "--batch-size 32"), ("two", "--batch-size 16 --batches-per-allreduce 2")):
         runs.train(example, folder, 2, *f"--epochs 1 --precision fp64 --output-dir {output} {arguments}".split())
-    assert runs.largest_difference(runs.read_model(folder / "one"), runs.read_model(folder / "two")) < 1e-9
+    assert outputs.largest_difference(outputs.read_model(folder / "one"), outputs.read_model(folder / "two")) < 1e-9
 
 
 @pytest.mark.faults
 def test_fp16_allreduce(example: str, folder: Path, reference: Reference) -> None:
     """Gradients sent as 16-bit numbers train as well; the weights stay fp32, and a resume needs the same flag."""
     runs.train(example, folder, 2, "--fp16-allreduce")
-    assert runs.read_metrics(folder / "output")[-1]["test_accuracy"] > 0.95
-    assert runs.largest_difference(runs.read_model(folder / "output"), runs.read_model(reference.output)) > 0
+    assert outputs.read_metrics(folder / "output")[-1]["test_accuracy"] > 0.95
+    assert outputs.largest_difference(outputs.read_model(folder / "output"), outputs.read_model(reference.output)) > 0
     run = runs.start(example, folder, 2, "--resume").wait(120)
     assert run.status != 0 and "fp16_allreduce True" in run.stderr
 
@@ -99,7 +101,7 @@ def test_learning_rate(example: str, folder: Path) -> None:
         "[0.5, 0.875, 1.25, 2.0, 2.0]",
     ], run.stderr
     run = runs.Run(["python", "train.py", "--warmup-epochs", "2"], folder).wait(120)
-    runs.assert_refused(run, 2, "--warmup-epochs", "--scale-lr")
+    refusals.assert_refused(run, 2, "--warmup-epochs", "--scale-lr")
 
 
 @pytest.mark.faults
@@ -109,7 +111,7 @@ def test_warmup_resumed(example: str, folder: Path) -> None:
     runs.train(example, folder, 2, *arguments.format(3, "whole").split())
     runs.train(example, folder, 2, *arguments.format(1, "resumed").split())
     runs.train(example, folder, 2, *arguments.format(3, "resumed").split(), "--resume")
-    runs.assert_same_run(folder / "resumed", folder / "whole")
+    outputs.assert_same_run(folder / "resumed", folder / "whole")
 
 
 @pytest.mark.faults
@@ -147,7 +149,7 @@ def test_lm_on_devanagari(example: str, folder: Path) -> None:
     resumed = lm(folder, 2, f"{arguments} resumed --resume").wait(180)
     assert resumed.status == 0 and "continuing after epoch" in resumed.stdout, resumed.stderr
     assert lm_rows(folder / "resumed") == lm_rows(folder / "whole")
-    assert runs.largest_difference(runs.read_model(folder / "resumed"), runs.read_model(folder / "whole")) == 0
+    assert outputs.largest_difference(outputs.read_model(folder / "resumed"), outputs.read_model(folder / "whole")) == 0
     samples = [re.search("^sample: (.+)$", run.stdout, re.MULTILINE) for run in (whole, resumed)]
     assert all(samples) and samples[0][1] == samples[1][1]
     assert re.search("[\u0900-\u097f]", samples[0][1]), samples[0][1]
@@ -289,6 +291,6 @@ def test_launcher_killed(example: str, folder: Path) -> None:
     run = runs.start(example, folder, 2, "--epochs", 1000)
     run.read_until("epoch  1/")
     os.kill(run.process.pid, signal.SIGTERM)
-    runs.wait_until(lambda: not run.workers(), 60, "the end of the processes that have lost horovodrun")
+    wait_until(lambda: not run.workers(), 60, "the end of the processes that have lost horovodrun")
     run.wait(30)
     assert run.status != 0

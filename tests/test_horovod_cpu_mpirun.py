@@ -5,10 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import runs
-import test_contract
-from launchers import LAUNCHERS, copy_example
-from runs import Reference
+
+from tests import test_contract
+from tests.harness import runs
+from tests.harness.launchers import LAUNCHERS, copy_example
+from tests.harness.runs import Reference
 
 AS_ROOT = "env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"  # Open MPI's leave for containers
 HERE = ("test_default_run",)  # a process killed over MPI: slurm/test_jobs.py

@@ -8,17 +8,20 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-import runs
-from runs import ROOT
+
+from tests.harness.launchers import ROOT
+from tests.harness.processes import clean_environment
 
 SYSTEM = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NOXFILE = """
-import sys
+import importlib.util
 from pathlib import Path
 
-sys.path.insert(0, {root!r})
 import nox
-import noxfile
+
+spec = importlib.util.spec_from_file_location("noxfile", {noxfile!r})
+noxfile = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(noxfile)
 
 
 @nox.session
@@ -45,8 +48,8 @@ def test_without_uv_on_the_path(example: str, source: Path, folder: Path, tmp_pa
     """The only uv is the one that is installed beside nox: a machine may have one for everybody, and hide its lack."""
     path = path_without("uv", tmp_path / "path")
     assert not shutil.which("uv", path=path)
-    (tmp_path / "noxfile.py").write_text(NOXFILE.format(root=str(ROOT), folder=str(folder)))
-    environment = runs.clean_environment() | {"PATH": path}
+    (tmp_path / "noxfile.py").write_text(NOXFILE.format(noxfile=str(ROOT / "noxfile.py"), folder=str(folder)))
+    environment = clean_environment() | {"PATH": path}
     if backend == "virtualenv":  # pip copies 5 GB of torch where uv links them: let it find them installed
         environment |= {"PYTHONPATH": sysconfig.get_path("purelib"), "PIP_NO_INDEX": "1"}
     command = [sys.executable, "-m", "nox", "--default-venv-backend", backend, "--envdir", str(tmp_path / "nox")]

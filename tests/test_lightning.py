@@ -9,8 +9,10 @@ import termios
 from pathlib import Path
 
 import pytest
-import runs
-from runs import Reference
+
+from tests.harness import edits, outputs, runs
+from tests.harness.processes import clean_environment, wait_until
+from tests.harness.runs import Reference
 
 # What salloc's shell, a notebook or a batch script on the first of two nodes has in its environment.
 ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_NODELIST": "node[1-2]"}
@@ -20,9 +22,9 @@ ALLOCATION |= {"SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_PROCID"
 def test_same_bits_as_ddp_spawn(example: str, tmp_path: Path, reference: Reference) -> None:
     """The same seed and data, 2 processes, fp32: plain PyTorch ends with the same bits and the same metrics."""
     output = runs.train_ddp_spawn(tmp_path)
-    assert runs.largest_difference(runs.read_model(reference.output), runs.read_model(output)) == 0
-    for ours, theirs in zip(*map(runs.read_metrics, (reference.output, output)), strict=True):
-        assert runs.without_times([ours])[0] == pytest.approx(runs.without_times([theirs])[0], rel=1e-12)
+    assert outputs.largest_difference(outputs.read_model(reference.output), outputs.read_model(output)) == 0
+    for ours, theirs in zip(*map(outputs.read_metrics, (reference.output, output)), strict=True):
+        assert outputs.without_times([ours])[0] == pytest.approx(outputs.without_times([theirs])[0], rel=1e-12)
 
 
 def test_in_an_allocation(example: str, folder: Path, reference: Reference) -> None:
@@ -39,11 +41,11 @@ def test_in_an_allocation(example: str, folder: Path, reference: Reference) -> N
         logged = list(csv.DictReader(file))
     for name in ("train_loss", "test_loss", "test_accuracy"):
         values = [float(row[name]) for row in logged if row[name]]
-        assert values == pytest.approx([row[name] for row in runs.read_metrics(folder / "output")], rel=1e-6), name
+        assert values == pytest.approx([row[name] for row in outputs.read_metrics(folder / "output")], rel=1e-6), name
     run = runs.train(example, folder, 2, "--resume", "--logger", "TensorBoardLogger", **ALLOCATION, **shell)
     assert "continuing after epoch 2 of 5" in run.stdout
     assert list(logs.glob("version_1/events.out.tfevents.*"))
-    runs.assert_same_run(folder / "output", reference.output)
+    outputs.assert_same_run(folder / "output", reference.output)
     files = {path.name for path in reference.output.iterdir()}
     assert files == {".lock", "metrics.csv", "checkpoint.ckpt", "model.pt"} and reference.stderr == ""
 
@@ -88,7 +90,7 @@ def test_parent_killed(example: str, folder: Path, number: signal.Signals) -> No
     run = runs.start(example, folder, 2, "--epochs", 1000)
     run.read_until("epoch  1/")
     os.kill(run.process.pid, number)
-    runs.wait_until(lambda: not run.pids(), 10, "the end of the processes that have lost their parent")
+    wait_until(lambda: not run.pids(), 10, "the end of the processes that have lost their parent")
     run.wait(10)
     assert run.status == -number and "Traceback" not in run.stderr
 
@@ -107,7 +109,7 @@ def test_on_a_terminal(example: str, folder: Path, reference: Reference) -> None
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
     command = ["python", "train.py", "--devices", "1", "--epochs", "1"]
-    with subprocess.Popen(command, cwd=folder, env=runs.clean_environment(), stdout=theirs) as process:
+    with subprocess.Popen(command, cwd=folder, env=clean_environment(), stdout=theirs) as process:
         os.close(theirs)
         shown = b""
         try:
@@ -124,7 +126,7 @@ def test_cuda_is_left_to_the_processes(example: str, folder: Path) -> None:
     """The process that forks the others does not ask CUDA: once asked, it does not work in forked processes."""
     line = "from common import data\n"
     note = "torch.cuda.is_available = lambda: print('asked by', os.getpid(), flush=True)\n"
-    runs.edit(folder / "train.py", line, line + note)
+    edits.edit(folder / "train.py", line, line + note)
     run = runs.start(example, folder, 2, "--epochs", 1, SLURM_GPUS_ON_NODE="2", ALLOW_CPU="1").wait(120)
     assert run.status == 0 and "finished" in run.stdout, run.stderr
     assert "asked by" in run.stdout and f"asked by {run.process.pid}\n" not in run.stdout

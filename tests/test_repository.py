@@ -8,16 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
-import runs
 import torch
-from launchers import LAUNCHERS
-from runs import EXAMPLES, ROOT
+
+from tests.harness import outputs, refusals, runs
+from tests.harness.launchers import EXAMPLES, LAUNCHERS, ROOT
+from tests.harness.processes import clean_environment
 
 
 def nox(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run nox in a copy of the repository."""
     command = [sys.executable, "-m", "nox", "--non-interactive", *arguments]
-    environment = runs.clean_environment() | {"PYTHONDONTWRITEBYTECODE": "1"}
+    environment = clean_environment() | {"PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -111,26 +112,26 @@ def write_output(folder: Path, weight: float, epochs: int) -> Path:
 def test_comparison_can_fail(tmp_path: Path) -> None:
     """The last bit of one weight, the sign of a zero, and a missing row are each noticed."""
     reference = write_output(tmp_path / "reference", 0.0, 2)
-    runs.assert_same_run(write_output(tmp_path / "same", 0.0, 2), reference)
+    outputs.assert_same_run(write_output(tmp_path / "same", 0.0, 2), reference)
     for name, weight, epochs in (("bit", 1e-45, 2), ("sign", -0.0, 2), ("row", 0.0, 1)):
         with pytest.raises(AssertionError):
-            runs.assert_same_run(write_output(tmp_path / name, weight, epochs), reference)
+            outputs.assert_same_run(write_output(tmp_path / name, weight, epochs), reference)
 
 
 def test_refusal_can_fail(tmp_path: Path) -> None:
     """A traceback, a missing line, two different lines or another status do not pass for a refusal."""
     good = "import sys; print('train.py: error: no x: do y', file=sys.stderr); sys.exit(2)"
-    runs.assert_refused(runs.Run([sys.executable, "-c", good], tmp_path).wait(30), 2, "do y")
+    refusals.assert_refused(runs.Run([sys.executable, "-c", good], tmp_path).wait(30), 2, "do y")
     raised = good.replace("sys.exit(2)", "print('Traceback', file=sys.stderr); sys.exit(2)")
     twice = good.replace("sys.exit(2)", "print('train.py: error: z', file=sys.stderr); sys.exit(2)")
     for bad in (raised, twice, good.replace("exit(2)", "exit(0)"), "import sys; sys.exit(2)"):
         with pytest.raises(AssertionError):
-            runs.assert_refused(runs.Run([sys.executable, "-c", bad], tmp_path).wait(30), 2, "do y")
+            refusals.assert_refused(runs.Run([sys.executable, "-c", bad], tmp_path).wait(30), 2, "do y")
     for file, theirs in (("launcher/api.py", True), ("/x/train.py", False), ("train.py", False)):
         report = f"print('Traceback', 'File {chr(34)}{file}{chr(34)}', file=sys.stderr); sys.exit(1)"
         run = runs.Run([sys.executable, "-c", good.replace("sys.exit(2)", report)], tmp_path).wait(30)
         with contextlib.nullcontext() if theirs else pytest.raises(AssertionError):
-            runs.assert_refused(run, 1, "do y")
+            refusals.assert_refused(run, 1, "do y")
 
 
 def test_kill_finds_every_process(tmp_path: Path) -> None:

@@ -7,18 +7,11 @@ from collections.abc import Callable
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DistributedSampler
 
 from common import data
+from tests.harness import samples
 
 PROCESSES = st.integers(1, 4096)
-
-
-def batches(size: int, rank: int, world_size: int, batch_size: int, epoch: int = 0) -> list[list[int]]:
-    """Return the indices of one process's training batches in an epoch, as every train.py makes them."""
-    sampler = DistributedSampler(range(size), world_size, rank, seed=0, drop_last=True)
-    sampler.set_epoch(epoch)
-    return list(BatchSampler(sampler, batch_size, drop_last=True))
 
 
 @settings(max_examples=8, deadline=None)
@@ -26,12 +19,12 @@ def batches(size: int, rank: int, world_size: int, batch_size: int, epoch: int =
 def test_training_shards(world_size: int, share: int, rest: int, batch_size: int) -> None:
     """No sample twice, none missing but a rest of less than one each; all processes take equally many steps."""
     size = share * world_size + rest % world_size
-    shards = [[index for (index,) in batches(size, rank, world_size, 1)] for rank in range(world_size)]
+    shards = [[index for (index,) in samples.batches(size, rank, world_size, 1)] for rank in range(world_size)]
     assert {len(shard) for shard in shards} == {share}
     seen = {index for shard in shards for index in shard}
     assert len(seen) == share * world_size and seen <= set(range(size))
     for rank in {0, world_size // 2, world_size - 1}:
-        steps = batches(size, rank, world_size, batch_size)
+        steps = samples.batches(size, rank, world_size, batch_size)
         assert len(steps) == share // batch_size
         assert [index for batch in steps for index in batch] == shards[rank][: len(steps) * batch_size]
 
@@ -55,7 +48,7 @@ def test_order_of_samples(world_size: int, epoch: int) -> None:
     order = torch.randperm(size, generator=torch.Generator().manual_seed(epoch)).tolist()
     some = {0, world_size // 2, world_size - 1}
     for rank in some:
-        assert batches(size, rank, world_size, 1, epoch) == [[order[rank]], [order[world_size + rank]]]
+        assert samples.batches(size, rank, world_size, 1, epoch) == [[order[rank]], [order[world_size + rank]]]
 
 
 def calls(function: Callable[[], object]) -> int:
@@ -89,7 +82,7 @@ def test_work_per_process() -> None:
 
     def share(world_size: int) -> Callable[[], object]:
         return lambda: (
-            batches(20_000, world_size - 1, world_size, 4),
+            samples.batches(20_000, world_size - 1, world_size, 4),
             list(data.evaluation_shard(20_000, world_size - 1, world_size)),
         )
 

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import runs
 import torch
-from runs import Reference
+
+from tests.harness import edits, outputs, refusals, runs
+from tests.harness.processes import wait_until
+from tests.harness.runs import Reference
 
 
 def restarting(folder: Path, *arguments: str) -> runs.Run:
@@ -41,7 +43,7 @@ def stop(run: runs.Run, number: signal.Signals, pid: Callable[[], int]) -> tuple
 
 def test_same_bits_as_ddp_spawn(example: str, tmp_path: Path, reference: Reference) -> None:
     """The same seed and data, 2 processes, fp32: started by multiprocessing, it ends with the same bits and metrics."""
-    runs.assert_same_run(reference.output, runs.train_ddp_spawn(tmp_path))
+    outputs.assert_same_run(reference.output, runs.train_ddp_spawn(tmp_path))
 
 
 def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -> None:
@@ -58,19 +60,19 @@ def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -
     assert again.status == 0
     last = runs.train(example, folder, 2, "--resume")
     assert f"continuing after epoch {epoch - 1} of 5, step {step}" in last.stdout
-    runs.assert_same_run(folder / "output", reference.output)
+    outputs.assert_same_run(folder / "output", reference.output)
 
 
 def test_worker_killed_and_started_again(example: str, folder: Path, reference: Reference) -> None:
     """SIGKILL to one worker in mid-epoch: torchrun starts the group again, which continues from that epoch's steps."""
     run = restarting(folder, "--checkpoint-every", "1")
     run.read_until("epoch  1/")
-    runs.wait_until(lambda: position(folder / "output") >= (2, 2), 60, "a checkpoint in mid-epoch")
+    wait_until(lambda: position(folder / "output") >= (2, 2), 60, "a checkpoint in mid-epoch")
     os.kill(max(run.workers()), signal.SIGKILL)
     run.wait(120)
     assert run.status == 0, run.stderr
     assert re.search(r"continuing after epoch [1-4] of 5, step \d+", run.stdout), run.stdout
-    runs.assert_same_run(folder / "output", reference.output)
+    outputs.assert_same_run(folder / "output", reference.output)
 
 
 def test_restart_is_no_permission(example: str, folder: Path, reference: Reference) -> None:
@@ -78,7 +80,7 @@ def test_restart_is_no_permission(example: str, folder: Path, reference: Referen
     shutil.copytree(reference.output, folder / "output")
     before = (folder / "output" / "checkpoint.pt").read_bytes()
     run = restarting(folder, "--epochs", "6").wait(90)
-    runs.assert_refused(run, 1, "output/checkpoint.pt", "--resume", "--output-dir")
+    refusals.assert_refused(run, 1, "output/checkpoint.pt", "--resume", "--output-dir")
     assert (folder / "output" / "checkpoint.pt").read_bytes() == before
 
 
@@ -106,19 +108,19 @@ def test_accumulate(example: str, folder: Path) -> None:
     (folder / "counting.py").write_text(COUNTING)
     line = "    describe(args, device, checkpoint)\n"
     count = "    replica.register_comm_hook(None, __import__('counting').hook)\n"
-    runs.edit(folder / "train.py", line, count + line)
+    edits.edit(folder / "train.py", line, count + line)
     models, exchanges, norms = {}, {}, {}
     arguments = {"accumulated": "--batch-size 16 --accumulate 2", "whole": "--batch-size 32"}
     for name, words in arguments.items():
         common = ["--clip-norm", 0.5, "--precision", "fp64", "--epochs", 1, "--output-dir", name]
         run = runs.train(example, folder, 2, *words.split(), *common)
         assert "global batch 64" in run.stdout
-        models[name] = runs.read_model(folder / name)
+        models[name] = outputs.read_model(folder / name)
         exchanges[name] = (folder / "exchanges").stat().st_size
         norms[name] = sorted(map(float, (folder / "norms").read_text().split()))
         (folder / "exchanges").unlink()
         (folder / "norms").unlink()
-    assert runs.largest_difference(models["accumulated"], models["whole"]) < 1e-9
+    assert outputs.largest_difference(models["accumulated"], models["whole"]) < 1e-9
     assert exchanges["accumulated"] == exchanges["whole"] > 0
     assert norms["accumulated"] == pytest.approx(norms["whole"], rel=1e-9)
     assert len(norms["whole"]) == 2 * (1438 // 64)  # both processes have noted each of their steps
@@ -130,10 +132,10 @@ def test_gradient_checkpointing(example: str, folder: Path, reference: Reference
     """The README's edit, made to the model's first layer: what is computed again has the same bits."""
     line, models = "from torch.utils.checkpoint import checkpoint", folder / "common" / "models.py"
     assert line in (folder / "README.md").read_text()
-    runs.edit(models, "self.conv1(images)", "checkpoint(self.conv1, images, use_reentrant=False)")
+    edits.edit(models, "self.conv1(images)", "checkpoint(self.conv1, images, use_reentrant=False)")
     models.write_text(f"{line}\n{models.read_text()}")
     runs.train(example, folder, 2)
-    runs.assert_same_run(folder / "output", reference.output)
+    outputs.assert_same_run(folder / "output", reference.output)
 
 
 def test_torchrun_killed(example: str, folder: Path) -> None:
@@ -141,7 +143,7 @@ def test_torchrun_killed(example: str, folder: Path) -> None:
     run = runs.start(example, folder, 2, "--epochs", 1000)
     run.read_until("epoch  1/")
     os.kill(run.process.pid, signal.SIGKILL)
-    runs.wait_until(lambda: not run.pids(), 10, "the end of the processes that have lost torchrun")
+    wait_until(lambda: not run.pids(), 10, "the end of the processes that have lost torchrun")
     run.wait(10)
 
 
@@ -161,7 +163,7 @@ def test_output_folder_removed(example: str, folder: Path) -> None:
 def test_checkpoint_that_cannot_be_made(example: str, folder: Path) -> None:
     """What cannot be pickled fails in the background, and ends the run with its traceback: no night without a save."""
     line = '"run": os.environ["TORCHELASTIC_RUN_ID"]}'
-    runs.edit(folder / "train.py", line, f"{line} | {{'mine': lambda: 0}}")
+    edits.edit(folder / "train.py", line, f"{line} | {{'mine': lambda: 0}}")
     run = runs.start(example, folder, 2).wait(120)
     assert run.status == 1 and re.search("Error: Can't (pickle|get local)", run.stderr), run.stderr
     assert "finished" not in run.stdout
@@ -170,14 +172,14 @@ def test_checkpoint_that_cannot_be_made(example: str, folder: Path) -> None:
 def test_without_torchrun(example: str, folder: Path) -> None:
     """Started as a plain script, it names the command."""
     run = runs.Run(["python", "train.py"], folder).wait(120)
-    runs.assert_refused(run, 2, "torchrun --standalone --nproc-per-node=2 train.py")
+    refusals.assert_refused(run, 2, "torchrun --standalone --nproc-per-node=2 train.py")
 
 
 def test_more_processes_than_gpus(example: str, folder: Path) -> None:
     """On a node with fewer GPUs (played here) than processes, all of them refuse before they meet."""
-    runs.play_one_gpu(folder)
+    edits.play_one_gpu(folder)
     run = runs.start(example, folder, 2).wait(120)
-    runs.assert_refused(run, 1, "--nproc-per-node=2", "1 GPU")
+    refusals.assert_refused(run, 1, "--nproc-per-node=2", "1 GPU")
 
 
 def test_bad_input(example: str, folder: Path) -> None:
@@ -187,6 +189,6 @@ def test_bad_input(example: str, folder: Path) -> None:
         "--checkpoint-every 0": ["--checkpoint-every", "1 or more"],
         "--clip-norm 0": ["--clip-norm", "above 0"],
     }
-    runs.assert_arguments_refused(folder, texts)
+    refusals.assert_arguments_refused(folder, texts)
     run = runs.start(example, folder, 2, "--batch-size", 100, "--accumulate", 8).wait(120)
-    runs.assert_refused(run, 1, "--batch-size 100 times --accumulate 8", "719")
+    refusals.assert_refused(run, 1, "--batch-size 100 times --accumulate 8", "719")

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import runs
-from runs import Reference
-from slurm_jobs import (
+
+from lab import Lab, why_not
+from tests.harness import runs
+from tests.harness.jobs import (
     CPUS,
     EPOCHS,
     GPUS,
@@ -21,8 +22,7 @@ from slurm_jobs import (
     submit,
     two_processes,
 )
-
-from lab import Lab, why_not
+from tests.harness.runs import Reference
 
 
 @pytest.fixture(autouse=True)

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import runs
-from runs import Reference
-from slurm_jobs import EPOCHS, assert_completed, copy, submit, two_processes
 
 from lab import Lab
+from tests.harness import outputs
+from tests.harness.jobs import EPOCHS, assert_completed, copy, submit, two_processes
+from tests.harness.runs import Reference
 
 pytestmark = pytest.mark.slurm
 
@@ -27,7 +27,7 @@ def test_stage_3_on_two_nodes(
     assert_completed(job, EPOCHS, processes=2)
     names = {path.name for path in (job.output / "checkpoint" / f"epoch{EPOCHS}").glob("*optim_states.pt")}
     assert names == {f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)}
-    runs.assert_same_run(job.output, undisturbed().output)
+    outputs.assert_same_run(job.output, undisturbed().output)
     where = {3: (job.log, "2 processes on 2 nodes"), 0: (shipped().stdout, "4 processes on 2 nodes")}
     for stage, (log, line) in where.items():
         assert f"ConvNet on digits: {line}, gloo on cpu" in log
@@ -42,7 +42,7 @@ def test_stage_3_with_four_processes(
     job = submit(lab, example, copy(source, tmp_path / example), "--zero-stage", "3", "--epochs", "2")
     assert_completed(job, 2)
     assert len(list(job.output.glob("checkpoint/epoch2/*optim_states.pt"))) == 4
-    losses = [runs.read_metrics(output)[0]["train_loss"] for output in (job.output, shipped().output)]
+    losses = [outputs.read_metrics(output)[0]["train_loss"] for output in (job.output, shipped().output)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import runs
-from launchers import LAUNCHERS
-from runs import EXAMPLES, ROOT, Reference
-from slurm_jobs import (
+
+from lab import Lab, why_not
+from tests.harness import outputs
+from tests.harness.jobs import (
     CPUS,
     EPOCHS,
     GPUS,
@@ -33,8 +33,9 @@ from slurm_jobs import (
     submit,
     two_processes,
 )
-
-from lab import Lab, why_not
+from tests.harness.launchers import EXAMPLES, LAUNCHERS, ROOT
+from tests.harness.processes import wait_until, with_torch
+from tests.harness.runs import Reference
 
 pytestmark = pytest.mark.slurm
 
@@ -66,12 +67,12 @@ def last_node(job: Job) -> str:
 
 def interrupted(job: Job) -> None:
     """Wait until SLURM has taken the job off its nodes: 20 s without an answer here, 300 s by default."""
-    runs.wait_until(lambda: job.shown["JobState"] != "RUNNING", 150, "the end of the job that lost a node")
+    wait_until(lambda: job.shown["JobState"] != "RUNNING", 150, "the end of the job that lost a node")
 
 
 def kill_all(job: Job) -> None:
     """Send SIGKILL to every process of the job that has torch loaded."""
-    for pid in runs.with_torch(job.processes()):
+    for pid in with_torch(job.processes()):
         os.kill(pid, signal.SIGKILL)
 
 
@@ -93,7 +94,7 @@ def truncate(job: Job) -> None:
     for path in job.output.glob(LAUNCHERS[job.name].checkpoint):
         os.truncate(path, path.stat().st_size // 2)
     job.lab.requeue(job.id)
-    runs.wait_until(lambda: not job.ended, 30, "the job's return to the queue")
+    wait_until(lambda: not job.ended, 30, "the job's return to the queue")
 
 
 def move_away(job: Job) -> None:
@@ -198,12 +199,12 @@ def test_fault(
     job = submit(fragile, example, folder, "--timeout", "20", options=options)
     job.wait_for_line("epoch  1/")
     saved = LAUNCHERS[example].checkpoint
-    runs.wait_until(lambda: [*job.output.glob(saved)], 30, "the checkpoint, which may be written in the background")
+    wait_until(lambda: [*job.output.glob(saved)], 30, "the checkpoint, which may be written in the background")
     start, before = time.monotonic(), len(job.log)
     row.inflict(job)
     going_on = goes_on(fault, example)
     if going_on is None:
-        runs.wait_until(lambda: job.shown["JobState"] not in ("RUNNING", "COMPLETING"), 60, "what SLURM makes of it")
+        wait_until(lambda: job.shown["JobState"] not in ("RUNNING", "COMPLETING"), 60, "what SLURM makes of it")
         going_on = not job.ended
     if not going_on:
         again = LAUNCHERS[example].job_recovers or fault == "checkpoint truncated"
@@ -217,4 +218,4 @@ def test_fault(
     assert job.log.count("ConvNet on digits") >= 2 and ("continuing after epoch" in job.log) != row.anew
     if loses_no_step(fault, example):
         assert_no_step_lost(job, requeued=fault == "preempted")
-    runs.assert_same_run(job.output, (shipped if row.elsewhere else undisturbed)().output)
+    outputs.assert_same_run(job.output, (shipped if row.elsewhere else undisturbed)().output)

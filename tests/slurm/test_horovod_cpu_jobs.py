@@ -6,13 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import runs
-from runs import Reference
-from slurm_jobs import SETTINGS, Job, copy, submit, two_processes
-from test_data_files import write_data
-from test_scripts import stub, wait_for_start
 
 from lab import Lab
+from tests.harness import samples
+from tests.harness.jobs import SETTINGS, Job, copy, stub, submit, two_processes, wait_for_start
+from tests.harness.processes import wait_until
+from tests.harness.runs import Reference
 
 pytestmark = pytest.mark.slurm
 # Instead of train.py: one task of each node, of which the second comes to the fence 5 s late.
@@ -74,7 +73,7 @@ def test_language_model_and_staged_images(example: str, source: Path, lab: Lab, 
     """The README's two other jobs: train_lm.py on a text, and images that each node has first copied to its disk."""
     folder = copy(source, tmp_path / example)
     (folder / "book.txt").write_text(TEXT)
-    write_data(folder / "data", "mnist")
+    samples.write_data(folder / "data", "mnist")
     words = ["--text-file", str(folder / "book.txt"), "--context", "32", "--epochs", "1"]
     book = submit(lab, example, folder, *words, options=two_processes(source), SCRIPT="train_lm.py")
     words = ["--dataset", "mnist", "--batch-size", "16", "--epochs", "1"]
@@ -128,7 +127,7 @@ def test_staged_data_is_removed(example: str, source: Path, lab: Lab, tmp_path: 
     script = (folder / "run.slurm").read_text()
     (folder / "run.slurm").write_text(script.replace("cp -rT", "cp -rT --copy-contents"))
     copying = submit(lab, example, folder, STAGE="1")
-    runs.wait_until(lambda: staged(lab, copying.id), 60, "the beginning of the copy")
+    wait_until(lambda: staged(lab, copying.id), 60, "the beginning of the copy")
     copying.cancel()
     assert not staged(lab, copying.id) and "copied" not in copying.log
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import runs
-from launchers import LAUNCHERS
-from runs import Reference
-from slurm_jobs import (
+
+from lab import Lab
+from tests.harness import edits, outputs, runs
+from tests.harness.jobs import (
     EPOCHS,
     NODES,
     Job,
@@ -26,18 +26,19 @@ from slurm_jobs import (
     submit_four,
     two_processes,
 )
-
-from lab import Lab
+from tests.harness.launchers import LAUNCHERS
+from tests.harness.processes import wait_until
+from tests.harness.runs import Reference
 
 pytestmark = pytest.mark.slurm
 
 
 def test_two_jobs_at_once(shipped: Callable[[], Reference], undisturbed: Callable[[], Reference]) -> None:
     """Two jobs in one folder and on the same nodes both complete: the shipped one, and one that asks for GPUs."""
-    outputs = [job().output for job in (shipped, undisturbed)]
-    assert len(set(outputs)) == 2 and outputs[0].parent == outputs[1].parent
-    for output in outputs:
-        assert runs.read_metrics(output)[-1]["test_accuracy"] >= 0.95
+    folders = [job().output for job in (shipped, undisturbed)]
+    assert len(set(folders)) == 2 and folders[0].parent == folders[1].parent
+    for output in folders:
+        assert outputs.read_metrics(output)[-1]["test_accuracy"] >= 0.95
     assert " on cpu, " in undisturbed().stdout
 
 
@@ -73,9 +74,9 @@ def test_no_progress(example: str, source: Path, lab: Lab, tmp_path: Path) -> No
     job = submit(lab, example, folder)
     job.wait_for_line("no progress")
     lab.timelimit(job.id)
-    runs.wait_until(lambda: job.shown["Restarts"] == "1", 90, "the requeue")
+    wait_until(lambda: job.shown["Restarts"] == "1", 90, "the requeue")
     before = len(job.log)
-    runs.wait_until(lambda: "no progress" in job.log[before:], 90, "the second start")
+    wait_until(lambda: "no progress" in job.log[before:], 90, "the second start")
     lab.timelimit(job.id)
     job.wait_for_line("raise --time")
     assert job.shown["JobState"] == "RUNNING" and job.shown["Restarts"] == "1"  # for the rest of its time
@@ -95,12 +96,12 @@ def test_time_limit(example: str, source: Path, lab: Lab, tmp_path: Path, shippe
     job = submit(lab, example, slowed(source, tmp_path / example, sleep), options=(all_nodes(source),))
     job.wait_for_line("epoch  1/")
     job.limit_time(60)
-    runs.wait_until(lambda: job.shown["Restarts"] == "1", 180, "the requeue near the time limit")
+    wait_until(lambda: job.shown["Restarts"] == "1", 180, "the requeue near the time limit")
     job.limit_time(3600)
     assert_completed(job, EPOCHS)
     assert job.shown["Restarts"] == "1"
     assert f"requeueing job {job.id}" in job.log and "continuing after epoch" in job.log
-    runs.assert_same_run(job.output, shipped().output)
+    outputs.assert_same_run(job.output, shipped().output)
 
 
 @pytest.mark.thorough
@@ -116,10 +117,10 @@ def test_as_one_process(example: str, source: Path, lab: Lab, tmp_path: Path) ->
     folder = copy(source, tmp_path / "one" / example)
     runs.train(example, folder, 1, *words, 96)
     assert_completed(job, 2, processes=4)
-    (ours, *_), (theirs, *_) = (runs.read_metrics(output) for output in (job.output, folder / "output"))
+    (ours, *_), (theirs, *_) = (outputs.read_metrics(output) for output in (job.output, folder / "output"))
     assert (ours["world_size"], theirs["world_size"]) == (4, 1)
     if launcher.fp64:
-        assert runs.largest_difference(runs.read_model(job.output), runs.read_model(folder / "output")) < 1e-9
+        assert outputs.largest_difference(outputs.read_model(job.output), outputs.read_model(folder / "output")) < 1e-9
     assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-9 if launcher.fp64 else 1e-3)
 
 
@@ -129,9 +130,9 @@ def test_slow_disk(example: str, source: Path, lab: Lab, tmp_path: Path) -> None
     if header(source, "nodes") == 1:
         pytest.skip("srun has one task there, and nobody to wait for")
     folder = copy(source, tmp_path / example)
-    runs.edit(folder / "run.slurm", "--wait=60", "--wait=2")
+    edits.edit(folder / "run.slurm", "--wait=60", "--wait=2")
     line = "        os.replace(temporary, path)\n"
-    runs.edit(folder / "train.py", line, f"        time.sleep(8 * (path.name == 'model.pt'))\n{line}")
+    edits.edit(folder / "train.py", line, f"        time.sleep(8 * (path.name == 'model.pt'))\n{line}")
     job = submit(lab, example, folder, "--epochs", "1", options=two_processes(source))
     assert_completed(job, 1, processes=2)
 
@@ -165,14 +166,14 @@ def test_preempted_and_killed(
         lab.requeue(job.id)
     assert_completed(job, EPOCHS, processes=2)
     assert job.log.count("ConvNet on digits") == 3 + bool(above) and ("SIGKILL" in job.log or "Killed" in job.log)
-    runs.assert_same_run(job.output, undisturbed().output)
+    outputs.assert_same_run(job.output, undisturbed().output)
 
 
 def wait_for_progress(job: Job, starts: int) -> None:
     """Wait until a job has started so many times, has continued, and done an epoch since."""
     since = "continuing after epoch"
     try:
-        runs.wait_until(lambda: job.log.count(since) == starts - 1, 180, f"start {starts} of job {job.id}")
-        runs.wait_until(lambda: "train loss" in job.log.rpartition(since)[2], 90, "an epoch after it")
+        wait_until(lambda: job.log.count(since) == starts - 1, 180, f"start {starts} of job {job.id}")
+        wait_until(lambda: "train loss" in job.log.rpartition(since)[2], 90, "an epoch after it")
     except AssertionError as error:
         raise AssertionError(f"{error}: {job.shown['JobState']}\n{job.log}") from None

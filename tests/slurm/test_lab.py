@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-import readme
-import runs
-from runs import ROOT
-from slurm_jobs import copy, hand_over, job_processes, on_this_machine_only
 
 from lab import Lab, LabError, accounting, cluster, tracking, tree, why_not
+from tests.harness import readme, runs
+from tests.harness.jobs import copy, hand_over, job_processes, on_this_machine_only
+from tests.harness.launchers import ROOT
+from tests.harness.processes import find_processes, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(why_not()), reason=str(why_not()))]
 
@@ -45,7 +45,7 @@ def traces(name: str) -> list[str]:
     left += [line for line in Path("/proc/mounts").read_text().splitlines() if folder in line]
     left += map(str, tracking.leftovers(Path(folder).name))
     left += [path.name for path in Path("/sys/class/net").iterdir() if re.match(r"lab|node\d", path.name)]
-    return left + [f"process {pid}" for pid in runs.find_processes(f"SLURM_CONF={folder}/slurm.conf")]
+    return left + [f"process {pid}" for pid in find_processes(f"SLURM_CONF={folder}/slurm.conf")]
 
 
 def etc() -> str:
@@ -94,7 +94,7 @@ def test_up_and_down(name: str, tmp_path: Path) -> None:
         spaces = namespaces(lab.processes()) - namespaces(["self"])
         assert len(spaces) >= 2 * 3  # of the head and two nodes
     assert not traces(name)
-    runs.wait_until(lambda: not spaces & all_namespaces(), 10, "the end of the lab's namespaces")
+    wait_until(lambda: not spaces & all_namespaces(), 10, "the end of the lab's namespaces")
     assert etc() == before
 
 
@@ -117,7 +117,7 @@ def test_owner_killed(name: str, number: signal.Signals) -> None:
         assert owner.stdout and owner.stdout.readline() == "up\n"
         assert traces(name)
         owner.send_signal(number)
-    runs.wait_until(lambda: not traces(name), 30, f"an end without traces, not {traces(name)}")
+    wait_until(lambda: not traces(name), 30, f"an end without traces, not {traces(name)}")
 
 
 def test_interrupted_up(name: str) -> None:
@@ -130,7 +130,7 @@ def test_interrupted_up(name: str) -> None:
             process.communicate()
         if process.returncode == 0:
             assert command("down", "--name", name).returncode == 0
-        runs.wait_until(lambda: not traces(name), 10, f"an end without traces, not {traces(name)}")
+        wait_until(lambda: not traces(name), 10, f"an end without traces, not {traces(name)}")
 
 
 def test_stale_lab(name: str, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_stale_lab(name: str, tmp_path: Path) -> None:
     keeper = int((lab.folder / "keeper").read_text().split()[0])
     os.kill(keeper, signal.SIGKILL)
     left = [str(lab.folder), *map(str, tracking.leftovers(lab.folder.name))]
-    runs.wait_until(lambda: traces(name) == left, 10, "the end of its processes")
+    wait_until(lambda: traces(name) == left, 10, "the end of its processes")
     with pytest.raises(LabError, match="no lab named"):
         lab.states()
     with Lab(name=name) as fresh:
@@ -228,7 +228,7 @@ def test_readme(name: str, tmp_path: Path) -> None:
             assert lab.job(1)["Restarts"] == "1"
         elif " timelimit " in line:
             log = tmp_path / "clone" / "examples" / "ddp_spawn" / "ddp_spawn-1.out"
-            runs.wait_until(lambda log=log: "run.slurm: " in log.read_text(), 90, "run.slurm's answer to the signal")
+            wait_until(lambda log=log: "run.slurm: " in log.read_text(), 90, "run.slurm's answer to the signal")
     assert printed == "lab: ended\n"
 
 
@@ -278,12 +278,12 @@ def test_no_orphans(lab: Lab, tmp_path: Path) -> None:
     jobs = [submit(lab, script, tmp_path, "--output=%j.out", "--signal=B:USR1@60") for _ in range(2)]
     for job in jobs:
         lab.wait_for_job(job, "RUNNING")
-        runs.wait_until(lambda job=job: len(sleeps(lab, job)) >= 3, 30, f"three sleeps of job {job}")
+        wait_until(lambda job=job: len(sleeps(lab, job)) >= 3, 30, f"three sleeps of job {job}")
     lab.timelimit(jobs[0])
     lab.run(["scancel", jobs[1]])
     assert [lab.wait_for_job(job)["JobState"] for job in jobs] == ["COMPLETED", "CANCELLED"]
     for job in jobs:
-        runs.wait_until(lambda job=job: not job_processes(lab, job), 30, f"the end of all processes of job {job}")
+        wait_until(lambda job=job: not job_processes(lab, job), 30, f"the end of all processes of job {job}")
     assert (tmp_path / f"{jobs[0]}.out").read_text().endswith("told\n")
 
 
@@ -323,25 +323,25 @@ def test_signals_reach_tasks_only(tracked: Lab, tmp_path: Path) -> None:
     reached = roles if tracked.tracking == "linuxproc" else {"task"}  # so this test can fail
     job = submit(tracked, LISTENERS, tmp_path, "--nodes=2")
     everyone = {f"{part}-{role}" for part in ("batch", "step") for role in roles}
-    runs.wait_until(lambda: lines(tmp_path / "ready") == everyone, 30, "everyone who listens")
+    wait_until(lambda: lines(tmp_path / "ready") == everyone, 30, "everyone who listens")
     tracked.timelimit(job)
     expected = {"batch-task"}  # whatever the mode: --batch is for the shell alone
-    runs.wait_until(lambda: expected <= lines(told), 10, "USR1 in the batch shell")
+    wait_until(lambda: expected <= lines(told), 10, "USR1 in the batch shell")
     tracked.run(["scancel", "--signal=USR1", job], check=True)
     expected |= {f"step-{role}" for role in reached}
-    runs.wait_until(lambda: expected <= lines(told), 10, "USR1 in the step")
+    wait_until(lambda: expected <= lines(told), 10, "USR1 in the step")
     time.sleep(0.5)  # for those who should hear nothing
     assert lines(told) == expected
     tracked.run(["scancel", job], check=True)
     assert tracked.wait_for_job(job)["JobState"] == "CANCELLED"
-    runs.wait_until(lambda: not job_processes(tracked, job), 30, "the end of all processes")
+    wait_until(lambda: not job_processes(tracked, job), 30, "the end of all processes")
 
 
 def test_suspended_job_ends_with_its_lab(tracked: Lab, tmp_path: Path) -> None:
     """What is suspended, with cgroups frozen, neither runs on nor keeps a lab from its end."""
     job = submit(tracked, "while :; do echo on >>on; sleep 0.1; done", tmp_path)
     tracked.wait_for_job(job, "RUNNING")
-    runs.wait_until((tmp_path / "on").exists, 30, "the job's first line")
+    wait_until((tmp_path / "on").exists, 30, "the job's first line")
     tracked.run(["scontrol", "suspend", job], user="root", check=True)
     tracked.wait_for_job(job, "SUSPENDED")
     size = (tmp_path / "on").stat().st_size
@@ -495,7 +495,7 @@ def test_accounting(name: str, tmp_path: Path) -> None:
             words = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=Account,State"]
             return lab.run([*words, *options], cwd="/", check=True).stdout.split()
 
-        runs.wait_until(lambda: states() == ["lab|COMPLETED"], 30, "the end of the job in the database")
+        wait_until(lambda: states() == ["lab|COMPLETED"], 30, "the end of the job in the database")
         assert states("--duplicates") == ["lab|REQUEUED", "lab|COMPLETED"]
         if shutil.which("seff"):  # part of SLURM's sources that Debian does not package
             assert "State: COMPLETED" in lab.run(["seff", job], cwd="/", check=True).stdout

@@ -5,10 +5,11 @@ import time
 from pathlib import Path
 
 import pytest
-import runs
-from slurm_jobs import SETTINGS, Job, copy, submit, two_processes
 
 from lab import Lab
+from tests.harness import edits, outputs
+from tests.harness.jobs import SETTINGS, Job, copy, submit, two_processes
+from tests.harness.processes import wait_until
 
 pytestmark = pytest.mark.slurm
 WRONG = {  # options of sbatch, arguments of train.py, what the line says, how many seconds the job may take
@@ -30,7 +31,7 @@ def test_wrong_tasks(lab: Lab, example: str, source: Path, tmp_path: Path) -> No
             assert "#SBATCH --ntasks-per-node=2 " in script
             (folder / "run.slurm").write_text(script.replace("#SBATCH --ntasks-per-node=2 ", "#SBATCH --ntasks=4 "))
         job = submit(lab, example, folder, *arguments, options=options)
-        runs.wait_until(lambda job=job: job.shown["JobState"] != "PENDING", 60, "the start of the job")
+        wait_until(lambda job=job: job.shown["JobState"] != "PENDING", 60, "the start of the job")
         job.wait(seconds)
         assert job.shown["JobState"] == "FAILED", fault
         errors = set(re.findall(r"^(?:train\.py|run\.slurm): error: (?!the job failed).*", job.log, re.MULTILINE))
@@ -48,7 +49,7 @@ def test_in_an_allocation(lab: Lab, example: str, source: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 processes on 1 node, gloo on cpu" in done.stdout
     assert "4 processes on 2 nodes, gloo on cpu, 2 threads each" in done.stdout
-    assert [runs.read_metrics(folder / name)[0]["world_size"] for name in ("alone", "together")] == [2, 4]
+    assert [outputs.read_metrics(folder / name)[0]["world_size"] for name in ("alone", "together")] == [2, 4]
 
     words = ["sbatch", "--parsable", *options, f"--job-name={example}", "--output=%x-%j.out", "--wrap", python]
     job = Job(lab, example, folder, lab.run(words, cwd=folder).stdout.strip()).wait()
@@ -58,7 +59,7 @@ def test_in_an_allocation(lab: Lab, example: str, source: Path, tmp_path: Path) 
 def test_exception_in_one_process(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
     """An exception on rank 1 alone: its traceback is in the log, and the whole job ends within 60 s."""
     folder = copy(source, tmp_path / example)
-    runs.plant(folder, "if torch.distributed.get_rank() == 1:\n    raise ArithmeticError('planted')\n")
+    edits.plant(folder, "if torch.distributed.get_rank() == 1:\n    raise ArithmeticError('planted')\n")
     job = submit(lab, example, folder, options=two_processes(source))
     job.wait_for_line("ArithmeticError: planted")
     start = time.monotonic()

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_jobs import CPUS, GPUS, NODES, assert_completed, copy, on_this_machine_only, submit, two_processes
 
 from lab import Lab
+from tests.harness.jobs import CPUS, GPUS, NODES, assert_completed, copy, on_this_machine_only, submit, two_processes
 
 pytestmark = pytest.mark.slurm
 

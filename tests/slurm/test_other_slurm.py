@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from runs import ROOT
 
 from lab import tree, why_not
+from tests.harness.launchers import ROOT
 
 pytestmark = [pytest.mark.slurm, pytest.mark.faults]
 NO_PMIX = {("horovod_cpu", "sid"): "this SLURM is packaged without its PMIx plugin, and MPI needs it"}

@@ -14,11 +14,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import runs
-from runs import ROOT
-from slurm_jobs import hand_over
 
 from lab import Lab, why_not
+from tests.harness.jobs import hand_over
+from tests.harness.launchers import ROOT
+from tests.harness.processes import wait_until
 
 FOLDER = ROOT / "preflight"
 ROWS = ["answers", "names", "connections", "cpus", "tasks", "shared", "port", "gpus", "signals", "clock", "python"]
@@ -346,10 +346,10 @@ def test_cut_off(place: Place) -> None:
     job = place.submit()
     log, marker = place.folder / f"preflight-{job}.out", place.folder / f".preflight-{job}.0" / "node2"
     try:
-        runs.wait_until(marker.exists, 60, "the file of node2")
+        wait_until(marker.exists, 60, "the file of node2")
         place.lab.cut("node2")
         start = time.monotonic()
-        runs.wait_until(lambda: "preflight: FAIL" in log.read_text(), 60, "the table")
+        wait_until(lambda: "preflight: FAIL" in log.read_text(), 60, "the table")
         print(f"named after {time.monotonic() - start:.0f} s")
     finally:
         place.lab.heal("node2")
@@ -363,7 +363,7 @@ def test_cut_off(place: Place) -> None:
 def test_cancelled(place: Place) -> None:
     """What ends a job early ends srun too, so the table goes to a file of its own."""
     job = place.submit()
-    runs.wait_until((place.folder / f".preflight-{job}.0" / "node2").exists, 60, "the file of node2")
+    wait_until((place.folder / f".preflight-{job}.0" / "node2").exists, 60, "the file of node2")
     place.lab.run(["scancel", job], check=True)
     place.lab.wait_for_job(job)
     text = (place.folder / f"preflight-{job}-early.out").read_text()

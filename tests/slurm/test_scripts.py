@@ -5,55 +5,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import runs
-from launchers import LAUNCHERS
-from slurm_jobs import Job, copy, header, submit
 
 from lab import Lab
+from tests.harness import edits
+from tests.harness.jobs import Job, header, stub, submit, wait_for_start
+from tests.harness.launchers import LAUNCHERS
+from tests.harness.processes import wait_until
 
 pytestmark = pytest.mark.slurm
-
-# It saves a checkpoint under each example's name, then waits for a file `finish` in its output folder.
-STUB = r"""
-import os, signal, sys, time
-from pathlib import Path
-
-output = Path(sys.argv[sys.argv.index("--output-dir") + 1])
-signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
-(output / "checkpoint").mkdir(exist_ok=True)
-for name in ("checkpoint.pt", "checkpoint.ckpt", "checkpoint/latest"):
-    (output / name).touch()
-os.write(1, f"started {sys.argv[1:]}\n".encode())  # in one piece, beside other processes
-while not (output / "finish").exists():
-    time.sleep(0.1)
-(output / "model.pt").touch()
-"""
-
-
-def stub(source: Path, folder: Path, text: str = STUB) -> Path:
-    """Copy an example and put another program in the place of its train.py."""
-    copy(source, folder)
-    (folder / "train.py").write_text(text)
-    return folder
 
 
 def output_of(folder: Path, name: str) -> Path:
     """Return the output folder of a job, or of a task of a job array, called ARRAY_TASK."""
     return folder / "output" / name
-
-
-def wait_for_start(folder: Path, name: str, starts: int = 1) -> None:
-    """Wait until the stub has said so many times that it runs, in the log of the job `name`."""
-    tasks = header(folder, "ntasks-per-node") * header(folder, "nodes")
-    processes = tasks * (2 if "torchrun" in (folder / "run.slurm").read_text().partition("# ---- 3")[2] else 1)
-    log = folder / f"{folder.name}-{name}.out"
-
-    def started() -> bool:
-        text = log.read_text() if log.exists() else ""
-        assert "error: the job failed" not in text, text
-        return text.count("started [") >= starts * processes
-
-    runs.wait_until(started, 120, f"start {starts} in {log}")
 
 
 @pytest.mark.thorough
@@ -70,7 +34,7 @@ def test_job_array(example: str, source: Path, lab: Lab, tmp_path: Path) -> None
     (output_of(folder, tasks[finished]) / "finish").touch()
     lab.wait_for_job(tasks[finished])
     lab.timelimit(tasks[asked])
-    runs.wait_until(lambda: lab.job(tasks[asked])["Restarts"] == "1", 120, "the requeue of one task")
+    wait_until(lambda: lab.job(tasks[asked])["Restarts"] == "1", 120, "the requeue of one task")
     wait_for_start(folder, ids[asked], starts=2)
     shown = [lab.job(task) for task in tasks]
     assert [job["Restarts"] for job in shown] == [str(int(number == asked)) for number in range(3)]
@@ -133,11 +97,11 @@ def test_other_sites(example: str, source: Path, lab: Lab, tmp_path: Path) -> No
         link.chmod(0o755)
     gpus = LAUNCHERS[example].gpus
     if gpus:
-        runs.edit(folder / "run.slurm", "set -eo pipefail\n", "set -eo pipefail\nunset SLURM_GPUS_ON_NODE\n")
+        edits.edit(folder / "run.slurm", "set -eo pipefail\n", "set -eo pipefail\nunset SLURM_GPUS_ON_NODE\n")
     nodes, tasks = header(folder, "nodes"), header(folder, "ntasks-per-node")
     options = ("--export=ALL,SLURM_EXPORT_ENV=NONE", *["--gpus-per-node=2"] * gpus)
     job = submit(lab, example, folder, "--epochs", "7", options=options, VENV="../../conda")
-    runs.wait_until(lambda: "started [" in job.log or job.ended, 120, "the start of the stub")
+    wait_until(lambda: "started [" in job.log or job.ended, 120, "the start of the stub")
     wait_for_start(folder, job.id)
     (job.output / "finish").touch()
     assert job.wait().shown["JobState"] == "COMPLETED", job.log

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import runs
-from runs import ROOT
 
 from lab import why_not
+from tests.harness.launchers import ROOT
+from tests.harness.processes import clean_environment
 
 pytestmark = [pytest.mark.slurm, pytest.mark.faults]
 
@@ -22,7 +22,7 @@ def test_compare(example: str, tmp_path: Path, name: str) -> None:
     """On this machine and in the lab: the same bits, five losses in a picture, plausible costs in a table."""
     words = [sys.executable, ROOT / "benchmarks" / "compare.py", "--examples", example, "--output", tmp_path]
     words += ["--slurm"] * (name == "slurm")
-    done = subprocess.run(words, env=runs.clean_environment(), capture_output=True, text=True, timeout=400)
+    done = subprocess.run(words, env=clean_environment(), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     with open(tmp_path / f"{name}.csv", newline="") as file:
         rows = list(csv.DictReader(file))

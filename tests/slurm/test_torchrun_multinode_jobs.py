@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import runs
-from runs import Reference
-from slurm_jobs import (
+
+from lab import Lab
+from tests.harness import outputs
+from tests.harness.jobs import (
     CPUS,
     GPUS,
     NODES,
@@ -22,8 +23,7 @@ from slurm_jobs import (
     submit,
     two_processes,
 )
-
-from lab import Lab
+from tests.harness.runs import Reference
 
 pytestmark = pytest.mark.slurm
 PARTITIONS = [
@@ -82,7 +82,7 @@ def test_asked_to_stop(other_lab: Lab, example: str, source: Path, tmp_path: Pat
     job.wait()
     assert job.shown["JobState"] == "COMPLETED" and job.shown["Restarts"] == "2", f"{job.shown}\n{job.log}"
     assert_no_step_lost(job, stops=2, requeued=1)
-    runs.assert_same_run(job.output, alone.output)
+    outputs.assert_same_run(job.output, alone.output)
 
 
 def test_wrong_number_of_tasks(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_preempted(
     urgent = other_lab.run(words, cwd=tmp_path).stdout.strip()
     assert_stopped_once(job)
     assert other_lab.job(urgent)["JobState"] == "COMPLETED"
-    runs.assert_same_run(job.output, undisturbed().output)
+    outputs.assert_same_run(job.output, undisturbed().output)
 
     cancelled = submit(other_lab, example, copy(source, tmp_path / "cancelled" / example), options=low)
     cancelled.wait_for_line("epoch  1/")

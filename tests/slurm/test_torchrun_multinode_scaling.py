@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import runs
-from runs import ROOT
-from slurm_jobs import SETTINGS, Job, copy, on_this_machine_only
 
 from lab import Lab, why_not
+from tests.harness import outputs
+from tests.harness.jobs import SETTINGS, Job, copy, on_this_machine_only
+from tests.harness.launchers import ROOT
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(why_not()), reason=str(why_not()))]
 
@@ -39,7 +39,7 @@ def test_scaling(example: str, source: Path, tmp_path: Path) -> None:
     assert [tuple(row[name] for name in columns) for row in rows] == [tuple(map(str, row)) for row in expected]
     for row in rows:
         output = f"{example}-{row['nodes']}-nodes-batch-{row['batch_size']}-epochs-2-round-0"
-        speeds = [part["samples_per_second"] for part in runs.read_metrics(results / "jobs" / output)]
+        speeds = [part["samples_per_second"] for part in outputs.read_metrics(results / "jobs" / output)]
         assert speeds[1] == float(row["images_per_second"])
     for scaling in ("weak", "strong"):
         assert re.search(rf"{scaling} scaling, 1 nodes: \d+ images/s, efficiency 1\.00", job.log), job.log

@@ -9,12 +9,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import launchers
-import runs
-from launchers import LAUNCHERS
-
 from lab import Lab
 from lab.config import Plan
+from tests.harness import edits, outputs
+from tests.harness.launchers import LAUNCHERS, copy_example
+from tests.harness.processes import find_processes, wait_until, with_torch, workers
 
 # The nodes claim more CPUs than the machine has: what waits by spinning, OpenMP or MPI, would slow the others down.
 SETTINGS = {"VENV": sys.prefix, "OMP_WAIT_POLICY": "passive", "OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -40,7 +39,7 @@ def hand_over(folder: Path) -> Path:
 
 def job_processes(lab: Lab, job: str) -> list[int]:
     """Return the ids of all processes of a job; a job of the same number in another lab is not meant."""
-    found = set(runs.find_processes(f"SLURM_JOB_ID={job}"))
+    found = set(find_processes(f"SLURM_JOB_ID={job}"))
     return sorted(found.intersection(lab.processes()))
 
 
@@ -77,7 +76,7 @@ class Job:
 
     def wait_for_line(self, text: str, seconds: float = 180) -> None:
         """Wait until the log contains `text`; raise AssertionError if the job ends before."""
-        runs.wait_until(lambda: text in self.log or self.ended, seconds, f"{text!r} in the log of job {self.id}")
+        wait_until(lambda: text in self.log or self.ended, seconds, f"{text!r} in the log of job {self.id}")
         assert text in self.log, f"job {self.id} ended without {text!r}: {self.shown['JobState']}\n{self.log}"
 
     @property
@@ -87,8 +86,8 @@ class Job:
 
     def wait(self, seconds: float = 300) -> "Job":
         """Wait until the job has ended, and none of its processes is left."""
-        runs.wait_until(lambda: self.ended, seconds, f"the end of job {self.id} in {self.folder}")
-        runs.wait_until(lambda: not self.processes(), 30, f"the end of all processes of job {self.id}")
+        wait_until(lambda: self.ended, seconds, f"the end of job {self.id} in {self.folder}")
+        wait_until(lambda: not self.processes(), 30, f"the end of all processes of job {self.id}")
         return self
 
     def processes(self) -> list[int]:
@@ -127,14 +126,14 @@ def slowed(source: Path, folder: Path, sleep: str) -> Path:
     """Copy an example and let each of its epochs sleep first, `sleep` seconds, so that it lasts and no core is busy."""
     line = LAUNCHERS[source.name].epoch_start
     indent = line[: -len(line.lstrip())]
-    runs.edit(copy(source, folder) / "train.py", line, f"{indent}time.sleep({sleep})\n{line}")
+    edits.edit(copy(source, folder) / "train.py", line, f"{indent}time.sleep({sleep})\n{line}")
     return folder
 
 
 def copy(source: Path, target: Path) -> Path:
     """Copy an example for a job."""
     shutil.rmtree(target, ignore_errors=True)
-    return hand_over(launchers.copy_example(source, target))
+    return hand_over(copy_example(source, target))
 
 
 def all_nodes(folder: Path) -> str:
@@ -156,21 +155,21 @@ def assert_completed(job: Job, epochs: int, processes: int | None = None) -> Non
     """Check that a job ended well, where the README says, and that as many processes trained as it asked for."""
     job.wait()
     assert job.shown["JobState"] == "COMPLETED", f"{job.shown}\n{job.log}"
-    rows = runs.read_metrics(job.output)
+    rows = outputs.read_metrics(job.output)
     assert [row["epoch"] for row in rows] == list(range(1, epochs + 1))
     assert {row["world_size"] for row in rows} == {processes or LAUNCHERS[job.name].processes_in_job}
     assert "finished: test acc" in job.log
-    assert runs.read_model(job.output)
+    assert outputs.read_model(job.output)
 
 
 def kill_worker(job: Job) -> None:
     """Send SIGKILL to one of a job's workers."""
-    os.kill(max(runs.workers(job.processes())), signal.SIGKILL)
+    os.kill(max(workers(job.processes())), signal.SIGKILL)
 
 
 def starters(job: Job) -> list[int]:
     """Return the ids of a job's processes that have torch loaded and have started others that have."""
-    parents = runs.with_torch(job.processes())
+    parents = with_torch(job.processes())
     return sorted(parents.keys() & set(parents.values()))
 
 
@@ -191,3 +190,41 @@ def assert_no_step_lost(job: Job, stops: int = 1, requeued: int = 0) -> None:
     continued = re.findall(rf"continuing after epoch (\d+) of {EPOCHS}, step (\d+)", job.log)
     assert stops - requeued <= len(found) <= len(continued) == stops, job.log
     assert {(str(int(epoch) - 1), step) for step, epoch in found} <= set(continued), job.log
+
+
+# It saves a checkpoint under each example's name, then waits for a file `finish` in its output folder.
+STUB = r"""
+import os, signal, sys, time
+from pathlib import Path
+
+output = Path(sys.argv[sys.argv.index("--output-dir") + 1])
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
+(output / "checkpoint").mkdir(exist_ok=True)
+for name in ("checkpoint.pt", "checkpoint.ckpt", "checkpoint/latest"):
+    (output / name).touch()
+os.write(1, f"started {sys.argv[1:]}\n".encode())  # in one piece, beside other processes
+while not (output / "finish").exists():
+    time.sleep(0.1)
+(output / "model.pt").touch()
+"""
+
+
+def stub(source: Path, folder: Path, text: str = STUB) -> Path:
+    """Copy an example and put another program in the place of its train.py."""
+    copy(source, folder)
+    (folder / "train.py").write_text(text)
+    return folder
+
+
+def wait_for_start(folder: Path, name: str, starts: int = 1) -> None:
+    """Wait until the stub has said so many times that it runs, in the log of the job `name`."""
+    tasks = header(folder, "ntasks-per-node") * header(folder, "nodes")
+    processes = tasks * (2 if "torchrun" in (folder / "run.slurm").read_text().partition("# ---- 3")[2] else 1)
+    log = folder / f"{folder.name}-{name}.out"
+
+    def started() -> bool:
+        text = log.read_text() if log.exists() else ""
+        assert "error: the job failed" not in text, text
+        return text.count("started [") >= starts * processes
+
+    wait_until(started, 120, f"start {starts} in {log}")

@@ -5,7 +5,7 @@ import shlex
 import sysconfig
 from pathlib import Path
 
-import runs
+from tests.harness import runs
 
 
 def blocks(readme: Path) -> list[dict[str, str]]:

@@ -5,6 +5,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
+assert EXAMPLES, "no examples/*/train.py found"
 # What runs leave behind.
 LEFT_OUT = shutil.ignore_patterns("output", "data", "__pycache__", ".venv", "*.out", "*.log")
 
