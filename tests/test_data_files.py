@@ -34,7 +34,7 @@ def test_truncated_idx_file(example: str, folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     run = runs.start(example, folder, 2, "--dataset", "mnist").wait(60)
     refusals.assert_refused(
-        run, LAUNCHERS[example].refusal, "data/MNIST/raw", "python -m common.data mnist --data-dir data"
+        run, LAUNCHERS[example].status_after_bad_input, "data/MNIST/raw", "python -m common.data mnist --data-dir data"
     )
 
 

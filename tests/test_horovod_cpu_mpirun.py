@@ -23,9 +23,9 @@ def mpirun(example: str) -> Iterator[None]:
     LAUNCHERS[example] = replace(
         row,
         local=f"{AS_ROOT} NP={{n}} bash mpirun_local.sh",
-        refusal=2,
+        status_after_bad_input=2,
         backend="mpi",
-        killed=r"process rank \d (.|\n)*signal 9",
+        kill_message=r"process rank \d (.|\n)*signal 9",
     )
     yield
     LAUNCHERS[example] = row

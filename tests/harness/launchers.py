@@ -1,4 +1,4 @@
-"""How each example is copied and started locally, and what its launcher makes of a failure: one row an example."""
+"""How each example is copied and started, what its default run trains, and what it promises: one row for each."""
 
 import shlex
 import shutil
@@ -21,51 +21,74 @@ def copy_example(source: Path, target: Path) -> Path:
 # writing, of its lost connection, and fails on that instead.
 TORCHRUN_KILLED = r"rank *: \d(.|\n)*SIGKILL|Failed to parse reply file"
 
+# How train.py prints a column of metrics.csv: the words before the number, the unit after it, by what the column is
+# multiplied, and how many digits follow the point.
+PRINTED = {"test_accuracy": ("test acc", "%", 100, 2), "test_loss": ("test loss", "", 1, 4)}
+
 
 @dataclass(frozen=True)
 class Launcher:
-    """One row: `local` is the README's command with {n} for the number of processes."""
+    """One row. What has a default value is the same for most examples."""
 
-    local: str
-    refusal: int  # exit status after bad input
+    # How its processes are started and how they end.
+    local: str  # the README's command, with {n} for the number of processes
+    status_after_bad_input: int  # the exit status
     processes_in_job: int  # how many run.slurm starts, unmodified, on nodes without GPUs
-    job_recovers: bool = False  # whether the launcher in run.slurm starts a dead worker again
-    stops_at_a_step: bool = False  # whether train.py saves after its current step when SLURM asks the job to stop
-    checkpoint: str = "checkpoint.pt"  # or a pattern that names one file of it
+    kill_message: str = r"(process \d|rank:? *\d)(.|\n)*SIGKILL"  # how stderr names a killed process: a pattern
     backend: str = "gloo"  # the word in the first line of a local run
-    rank: str = "torch.distributed.get_rank()"  # what gives a process its number, in a model
-    killed: str = r"(process \d|rank:? *\d)(.|\n)*SIGKILL"  # how stderr names a killed process
-    gpus: bool = True  # whether it uses them, where there are any
-    fp64: bool = True  # whether it can train in fp64
+    rank: str = "torch.distributed.get_rank()"  # the expression that gives a process its number, in a model
+
+    # What its default run trains, and what train.py is like.
+    first_line: str = "ConvNet on digits"  # what the first line that a run prints begins with
+    learns: tuple[str, str, float] = ("test_accuracy", ">=", 0.96)  # a column of metrics.csv, and its bound at the end
+    train_loss: tuple[float, float] = (1, 0.2)  # it is above the first number at first, and below the second at the end
+    checkpoint: str = "checkpoint.pt"  # or a pattern that names one file of it
     epoch_start: str = "    model.train()\n"  # the line of train.py where an epoch begins
     torchvision: bool = False  # whether its framework imports it, asked for or not
+
+    # Which clauses of the contract it keeps.
+    convnet: bool = True  # it trains the ConvNet on images: the tests know the order of the images and the test metrics
+    gpus: bool = True  # it uses GPUs, where there are any
+    fp64: bool = True  # it can train in fp64
+    job_recovers: bool = False  # the launcher in run.slurm starts a dead worker again
+    stops_at_a_step: bool = False  # train.py saves after its current step when SLURM asks the job to stop
 
     def command(self, processes: int) -> list[str]:
         """Return the command, as a list of words, that starts `processes` processes on this machine."""
         return shlex.split(self.local.format(n=processes))
 
+    @property
+    def metric(self) -> str:
+        """The words that stand before what the run learns in the lines that it prints."""
+        return PRINTED[self.learns[0]][0]
+
+    def has_learnt(self, row: dict[str, float], tolerance: float = 0) -> bool:
+        """Return whether a row of metrics.csv keeps the bound, or misses it by no more than `tolerance`."""
+        column, direction, bound = self.learns
+        return row[column] >= bound - tolerance if direction == ">=" else row[column] <= bound + tolerance
+
 
 LAUNCHERS = {
-    "ddp_spawn": Launcher("python train.py --processes {n}", refusal=2, processes_in_job=2),
+    "ddp_spawn": Launcher("python train.py --processes {n}", status_after_bad_input=2, processes_in_job=2),
     "deepspeed": Launcher(
         "torchrun --standalone --nproc-per-node={n} train.py",
-        refusal=1,
+        status_after_bad_input=1,
         processes_in_job=4,
         checkpoint="checkpoint/epoch*/*_model_states.pt",
-        killed=TORCHRUN_KILLED,
+        kill_message=TORCHRUN_KILLED,
         fp64=False,
     ),
     "horovod_cpu": Launcher(
         "horovodrun --gloo -np {n} python train.py",
-        refusal=1,
+        status_after_bad_input=1,
         processes_in_job=4,
         rank="__import__('horovod.torch').torch.rank()",
-        killed=r"Process name: \d\nExit code: 137",
+        kill_message=r"Process name: \d\nExit code: 137",
         gpus=False,
     ),
     "lightning": Launcher(
         "python train.py --devices {n}",
-        refusal=2,
+        status_after_bad_input=2,
         processes_in_job=4,
         checkpoint="checkpoint.ckpt",
         epoch_start="        self.start = time.perf_counter()\n",
@@ -73,10 +96,10 @@ LAUNCHERS = {
     ),
     "torchrun_multinode": Launcher(
         "torchrun --standalone --nproc-per-node={n} train.py",
-        refusal=1,
+        status_after_bad_input=1,
         processes_in_job=4,
         job_recovers=True,
         stops_at_a_step=True,
-        killed=TORCHRUN_KILLED,
+        kill_message=TORCHRUN_KILLED,
     ),
 }

@@ -148,7 +148,7 @@ def kill_one(example: str, run: Run) -> None:
     os.kill(max(run.workers()), signal.SIGKILL)
     run.wait(60)
     assert run.status > 0 and "finished" not in run.stdout
-    assert re.search(LAUNCHERS[example].killed, run.stderr), run.stderr
+    assert re.search(LAUNCHERS[example].kill_message, run.stderr), run.stderr
 
 
 def kill_and_resume(
@@ -163,7 +163,7 @@ def kill_and_resume(
     moments = random.Random(seed)
     for number, kill in enumerate(kills):
         run = start(example, folder, 2, *arguments, *["--resume"] * bool(number))
-        run.read_until("ConvNet on digits")
+        run.read_until(LAUNCHERS[example].first_line)
         for _ in range(moments.randrange(2)):  # epochs that this run gets to see the end of
             run.read_until("train loss")
         time.sleep(0.6 * moments.random())  # not a wait: the random moment, in a step, an evaluation or a save

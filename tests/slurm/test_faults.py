@@ -215,7 +215,7 @@ def test_fault(
         row.mend(job)
         fragile.requeue(job.id)
     assert_completed(job, EPOCHS, processes=None if row.elsewhere else 2)
-    assert job.log.count("ConvNet on digits") >= 2 and ("continuing after epoch" in job.log) != row.anew
+    assert job.log.count(LAUNCHERS[example].first_line) >= 2 and ("continuing after epoch" in job.log) != row.anew
     if loses_no_step(fault, example):
         assert_no_step_lost(job, requeued=fault == "preempted")
     outputs.assert_same_run(job.output, (shipped if row.elsewhere else undisturbed)().output)
