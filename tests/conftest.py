@@ -29,18 +29,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def belongs(item: pytest.Item, first: bool) -> bool:
-    """Whether a test is for its example: test_NAME*.py is for the example NAME; what is for any or none runs once."""
+    """Whether a test runs with its example, as the mark `only` says; one without an example runs with the first one."""
     if "example" not in item.fixturenames:
         return first
-    owners = [name for name in EXAMPLES if item.path.stem.startswith(f"test_{name}")]
-    if item.get_closest_marker("once"):
-        owners = EXAMPLES[:1]
-    return not owners or item.callspec.params["example"] in owners
+    only = item.get_closest_marker("only")
+    if only and not set(only.args) <= set(EXAMPLES):
+        raise pytest.UsageError(f"{item.nodeid}: the mark only{only.args} names no example")
+    return not only or item.callspec.params["example"] in only.args
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself selects by mark
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests of other examples, and put off what takes long and is much the same with each."""
+    """Do what the marks say: leave out tests of other examples, put off long ones, skip clauses that are not kept."""
     for item in items:
         chosen = THOROUGH_ON_SLURM if item.get_closest_marker("slurm") else THOROUGH
         if item.get_closest_marker("thorough") and item.callspec.params["example"] != chosen:

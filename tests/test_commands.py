@@ -54,7 +54,9 @@ RUN_BY = {  # README: command: the test that runs it, or the file that does
         "sbatch run.slurm --zero-stage 3": "slurm/test_deepspeed_jobs.py::test_stage_3_on_two_nodes",
     },
     "examples/horovod_cpu/README.md": {
-        "NP=4 OMP_NUM_THREADS=2 bash mpirun_local.sh train_lm.py": "test_horovod_cpu_mpirun.py::test_four_processes",
+        "NP=4 OMP_NUM_THREADS=2 bash mpirun_local.sh train_lm.py": (
+            "test_horovod_cpu.py::test_mpirun_with_four_processes"
+        ),
         'SCRIPT=train_lm.py sbatch run.slurm --text-file "$PWD/book.txt"': (
             HOROVOD_JOBS + "test_language_model_and_staged_images"
         ),
@@ -123,7 +125,7 @@ def test_a_command_without_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
             test_every_command("README.md")
 
 
-@pytest.mark.once
+@pytest.mark.only("ddp_spawn")
 def test_copy_one_out(example: str, tmp_path: Path) -> None:
     """The README's block: a folder copied out of a clone of the repository trains."""
     clone = tmp_path / "clone"

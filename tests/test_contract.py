@@ -10,11 +10,49 @@ import pytest
 import torch
 
 from tests.harness import edits, outputs, refusals, runs, samples
-from tests.harness.launchers import LAUNCHERS, PRINTED
+from tests.harness.launchers import LAUNCHERS, PRINTED, SECOND_LAUNCHERS, Launcher, copy_example
 from tests.harness.processes import wait_until
 from tests.harness.runs import Reference
 
 EPOCHS = 5  # of a run with the default settings
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Have each test that starts the example run once more with its second launcher, if it has one.
+
+    That takes minutes. So only test_default_run does so in `nox -s smoke`, the others in `nox -s faults`.
+    """
+    if metafunc.function in (test_readme_and_requirements, test_on_gpus):
+        return
+    rows = [pytest.param(None, id=pytest.HIDDEN_PARAM)]
+    for example, row in SECOND_LAUNCHERS.items():
+        marks = [pytest.mark.only(example), *[pytest.mark.faults] * (metafunc.function != test_default_run)]
+        rows.append(pytest.param(row, id="second launcher", marks=marks))
+    metafunc.parametrize("launcher", rows, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def launcher(request: pytest.FixtureRequest, example: str, monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    """Start the example with its own launcher or, where that is the test's parameter, with its second one."""
+    if row := getattr(request, "param", None):
+        monkeypatch.setitem(LAUNCHERS, example, row)
+    return LAUNCHERS[example]
+
+
+@pytest.fixture
+def reference(
+    request: pytest.FixtureRequest, example: str, launcher: Launcher, source: Path, common_folder: Path
+) -> Reference:
+    """Return the reference run of tests/conftest.py; with a second launcher, of which no README tells, make one."""
+    if launcher is not SECOND_LAUNCHERS.get(example):
+        return request.getfixturevalue("reference")
+
+    def make(folder: Path) -> list[Reference]:
+        copy_example(source, folder)
+        run = runs.train(example, folder, 2)
+        return [Reference(folder / "output", run.stdout, run.stderr)]
+
+    return runs.references(common_folder / f"second-{example}", make)[0]
 
 
 def test_default_run(example: str, reference: Reference) -> None:

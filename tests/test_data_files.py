@@ -15,7 +15,7 @@ from tests.harness import outputs, refusals, runs, samples
 from tests.harness.launchers import LAUNCHERS
 
 
-@pytest.mark.once
+@pytest.mark.only("ddp_spawn")
 def test_trains_on_idx_files(example: str, folder: Path) -> None:
     """A few hundred images in torchvision's format are read, learnt and evaluated exactly."""
     samples.write_data(folder / "data", "fashion_mnist")
@@ -27,7 +27,7 @@ def test_trains_on_idx_files(example: str, folder: Path) -> None:
     outputs.assert_exact_metrics(folder / "output", "fashion_mnist", str(folder / "data"))
 
 
-@pytest.mark.once
+@pytest.mark.only("ddp_spawn")
 def test_truncated_idx_file(example: str, folder: Path) -> None:
     """A truncated file ends the run with the folder and the command that fetches it anew."""
     path = samples.write_data(folder / "data", "mnist") / "train-images-idx3-ubyte"

@@ -9,6 +9,8 @@ import pytest
 from tests.harness import edits, refusals, runs
 from tests.harness.processes import wait_until, with_torch
 
+pytestmark = pytest.mark.only("ddp_spawn")
+
 
 @pytest.mark.parametrize(
     ("variables", "texts"),

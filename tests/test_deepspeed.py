@@ -14,6 +14,8 @@ from tests.harness import edits, outputs, refusals, runs
 from tests.harness.processes import wait_until
 from tests.harness.runs import Reference
 
+pytestmark = pytest.mark.only("deepspeed")
+
 
 def memory(run: runs.Run | Reference) -> dict[str, float]:
     """Return the MB that a run says each process holds."""

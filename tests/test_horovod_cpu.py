@@ -13,8 +13,11 @@ import pytest
 import yaml
 
 from tests.harness import outputs, refusals, runs
+from tests.harness.launchers import MPI_AS_ROOT
 from tests.harness.processes import wait_until
 from tests.harness.runs import Reference
+
+pytestmark = pytest.mark.only("horovod_cpu")
 
 DEVANAGARI = "धर्मक्षेत्रे कुरुक्षेत्रे समवेता युयुत्सवः।\nमामकाः पाण्डवाश्चैव किमकुर्वत सञ्जय॥\n"
 
@@ -294,3 +297,12 @@ def test_launcher_killed(example: str, folder: Path) -> None:
     wait_until(lambda: not run.workers(), 60, "the end of the processes that have lost horovodrun")
     run.wait(30)
     assert run.status != 0
+
+
+@pytest.mark.faults
+def test_mpirun_with_four_processes(example: str, folder: Path) -> None:
+    """The README's command for MPI and the language model: NP processes of OMP_NUM_THREADS threads."""
+    variables = MPI_AS_ROOT | {"NP": "4", "OMP_NUM_THREADS": "2"}
+    run = runs.Run(["bash", "mpirun_local.sh", "train_lm.py", "--epochs", "1"], folder, variables).wait(400)
+    assert run.status == 0, run.stderr
+    assert "4 processes on 1 node, mpi on cpu, 2 threads each" in run.stdout

@@ -14,6 +14,8 @@ from tests.harness import edits, outputs, runs
 from tests.harness.processes import clean_environment, wait_until
 from tests.harness.runs import Reference
 
+pytestmark = pytest.mark.only("lightning")
+
 # What salloc's shell, a notebook or a batch script on the first of two nodes has in its environment.
 ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_NODELIST": "node[1-2]"}
 ALLOCATION |= {"SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}

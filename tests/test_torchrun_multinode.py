@@ -14,6 +14,8 @@ from tests.harness import edits, outputs, refusals, runs
 from tests.harness.processes import wait_until
 from tests.harness.runs import Reference
 
+pytestmark = pytest.mark.only("torchrun_multinode")
+
 
 def restarting(folder: Path, *arguments: str) -> runs.Run:
     """Start the example with 2 processes, as run.slurm does: torchrun starts them again, once, if one has died."""

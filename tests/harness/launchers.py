@@ -2,7 +2,7 @@
 
 import shlex
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,5 +101,19 @@ LAUNCHERS = {
         job_recovers=True,
         stops_at_a_step=True,
         kill_message=TORCHRUN_KILLED,
+    ),
+}
+
+# Open MPI starts nothing as root, as whom tests run in a container, unless these variables permit it.
+MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+# Examples that can be started in a second way, and keep the contract then, too: the row for that.
+SECOND_LAUNCHERS = {
+    "horovod_cpu": replace(
+        LAUNCHERS["horovod_cpu"],
+        local=shlex.join(["env", *(f"{name}={value}" for name, value in MPI_AS_ROOT.items())])
+        + " NP={n} bash mpirun_local.sh",
+        status_after_bad_input=2,
+        backend="mpi",
+        kill_message=r"process rank \d (.|\n)*signal 9",
     ),
 }

@@ -10,7 +10,7 @@ from tests.harness import outputs
 from tests.harness.jobs import EPOCHS, assert_completed, copy, submit, two_processes
 from tests.harness.runs import Reference
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.only("deepspeed")]
 
 
 def test_stage_3_on_two_nodes(

@@ -13,7 +13,7 @@ from tests.harness.jobs import SETTINGS, Job, copy, stub, submit, two_processes,
 from tests.harness.processes import wait_until
 from tests.harness.runs import Reference
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.only("horovod_cpu")]
 # Instead of train.py: one task of each node, of which the second comes to the fence 5 s late.
 FENCE = """
 import ctypes, os, time

@@ -11,7 +11,7 @@ from tests.harness import edits, outputs
 from tests.harness.jobs import SETTINGS, Job, copy, submit, two_processes
 from tests.harness.processes import wait_until
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.only("lightning")]
 WRONG = {  # options of sbatch, arguments of train.py, what the line says, how many seconds the job may take
     "one task for two GPUs": (("--ntasks-per-node=1", "--gpus-per-node=2"), (), "equal to --gpus-per-node", 15),
     "--ntasks instead": ((), (), "--ntasks will not do", 15),

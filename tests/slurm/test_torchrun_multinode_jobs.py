@@ -25,7 +25,7 @@ from tests.harness.jobs import (
 )
 from tests.harness.runs import Reference
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.only("torchrun_multinode")]
 PARTITIONS = [
     "PreemptType=preempt/partition_prio",
     "PreemptMode=REQUEUE",

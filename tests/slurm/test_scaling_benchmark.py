@@ -15,7 +15,11 @@ from tests.harness import outputs
 from tests.harness.jobs import SETTINGS, Job, copy, on_this_machine_only
 from tests.harness.launchers import ROOT
 
-pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(why_not()), reason=str(why_not()))]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.only("torchrun_multinode"),
+    pytest.mark.skipif(bool(why_not()), reason=str(why_not())),
+]
 
 
 @pytest.mark.faults

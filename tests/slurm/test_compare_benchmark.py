@@ -11,9 +11,7 @@ from lab import why_not
 from tests.harness.launchers import ROOT
 from tests.harness.processes import clean_environment
 
-pytestmark = [pytest.mark.slurm, pytest.mark.faults]
-
-
+pytestmark = [pytest.mark.slurm, pytest.mark.faults, pytest.mark.only("torchrun_multinode")]
 IN_LAB = pytest.param("slurm", marks=pytest.mark.skipif(bool(why_not()), reason=str(why_not())))
 
 
