@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -101,7 +100,10 @@ class Job:
 
 
 def submit(lab: Lab, name: str, folder: Path, *arguments: str, options: tuple[str, ...] = (), **variables: str) -> Job:
-    """Run `sbatch [options] run.slurm [arguments]` in an example's folder, with the tests' own Python as its VENV."""
+    """Run `sbatch [options] run.slurm [arguments]` in an example's folder, with the tests' own Python as its VENV.
+
+    The folder is handed over to the user who runs jobs. Whoever runs other commands in the lab has to do that before.
+    """
     words = ["sbatch", "--parsable", *options, "run.slurm", *arguments]
     done = lab.run(words, cwd=hand_over(folder), env=SETTINGS | variables)
     assert done.returncode == 0, done.stderr
@@ -126,14 +128,8 @@ def slowed(source: Path, folder: Path, sleep: str) -> Path:
     """Copy an example and let each of its epochs sleep first, `sleep` seconds, so that it lasts and no core is busy."""
     line = LAUNCHERS[source.name].epoch_start
     indent = line[: -len(line.lstrip())]
-    edits.edit(copy(source, folder) / "train.py", line, f"{indent}time.sleep({sleep})\n{line}")
+    edits.edit(copy_example(source, folder) / "train.py", line, f"{indent}time.sleep({sleep})\n{line}")
     return folder
-
-
-def copy(source: Path, target: Path) -> Path:
-    """Copy an example for a job."""
-    shutil.rmtree(target, ignore_errors=True)
-    return hand_over(copy_example(source, target))
 
 
 def all_nodes(folder: Path) -> str:
@@ -211,7 +207,7 @@ while not (output / "finish").exists():
 
 def stub(source: Path, folder: Path, text: str = STUB) -> Path:
     """Copy an example and put another program in the place of its train.py."""
-    copy(source, folder)
+    copy_example(source, folder)
     (folder / "train.py").write_text(text)
     return folder
 

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -113,6 +114,7 @@ def references(folder: Path, make: Callable[[Path], list[Reference]]) -> list[Re
     with FileLock(f"{folder}.lock"):
         if record.exists():
             return [Reference(Path(output), *printed) for output, *printed in json.loads(record.read_text())]
+        shutil.rmtree(folder, ignore_errors=True)  # what is left of an attempt that has failed
         made = make(folder)
         record.write_text(json.dumps([[str(one.output), one.stdout, one.stderr] for one in made]))
         return made

@@ -16,20 +16,12 @@ from tests.harness.jobs import (
     NODES,
     all_nodes,
     assert_completed,
-    copy,
-    hand_over,
     on_this_machine_only,
     submit,
     two_processes,
 )
+from tests.harness.launchers import copy_example
 from tests.harness.runs import Reference
-
-
-@pytest.fixture(autouse=True)
-def own_folder(request: pytest.FixtureRequest) -> None:
-    """Let jobs, which an ordinary user runs, write to the test's temporary folder."""
-    if "tmp_path" in request.fixturenames:
-        hand_over(request.getfixturevalue("tmp_path"))
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +44,7 @@ def both(example: str, source: Path, lab: Lab, common_folder: Path) -> Callable[
     """
 
     def make(folder: Path) -> list[Reference]:
-        copied = copy(source, folder / example)
+        copied = copy_example(source, folder / example)
         shipped = submit(lab, example, copied, options=(all_nodes(source),))
         small = submit(lab, example, copied, options=two_processes(source))
         assert_completed(shipped, EPOCHS)

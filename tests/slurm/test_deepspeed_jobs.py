@@ -7,7 +7,8 @@ import pytest
 
 from lab import Lab
 from tests.harness import outputs
-from tests.harness.jobs import EPOCHS, assert_completed, copy, submit, two_processes
+from tests.harness.jobs import EPOCHS, assert_completed, submit, two_processes
+from tests.harness.launchers import copy_example
 from tests.harness.runs import Reference
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("deepspeed")]
@@ -22,7 +23,7 @@ def test_stage_3_on_two_nodes(
     undisturbed: Callable[[], Reference],
 ) -> None:
     """The README's job at stage 3, one process on each of 2 nodes: a shard of its own each, stage 0's bits, no ssh."""
-    folder = copy(source, tmp_path / example)
+    folder = copy_example(source, tmp_path / example)
     job = submit(lab, example, folder, "--zero-stage", "3", options=two_processes(source))
     assert_completed(job, EPOCHS, processes=2)
     names = {path.name for path in (job.output / "checkpoint" / f"epoch{EPOCHS}").glob("*optim_states.pt")}
@@ -39,7 +40,7 @@ def test_stage_3_with_four_processes(
     example: str, source: Path, lab: Lab, tmp_path: Path, shipped: Callable[[], Reference]
 ) -> None:
     """Two processes on each node. The order of a sum counts then: the first epoch's loss is compared, not the bits."""
-    job = submit(lab, example, copy(source, tmp_path / example), "--zero-stage", "3", "--epochs", "2")
+    job = submit(lab, example, copy_example(source, tmp_path / example), "--zero-stage", "3", "--epochs", "2")
     assert_completed(job, 2)
     assert len(list(job.output.glob("checkpoint/epoch2/*optim_states.pt"))) == 4
     losses = [outputs.read_metrics(output)[0]["train_loss"] for output in (job.output, shipped().output)]
@@ -48,7 +49,7 @@ def test_stage_3_with_four_processes(
 
 def test_wrong_number_of_tasks(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
     """With --ntasks-per-node=2 the job ends at once, and one line names the option to change."""
-    job = submit(lab, example, copy(source, tmp_path / example), options=("--ntasks-per-node=2",)).wait(30)
+    job = submit(lab, example, copy_example(source, tmp_path / example), options=("--ntasks-per-node=2",)).wait(30)
     errors = [line for line in job.log.splitlines() if line.startswith("run.slurm: error:")]
     assert job.shown["JobState"] == "FAILED" and len(errors) == 1
     assert "4 tasks on 2 nodes" in errors[0] and "#SBATCH --ntasks-per-node=1" in errors[0]

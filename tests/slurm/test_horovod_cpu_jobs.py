@@ -9,7 +9,8 @@ import pytest
 
 from lab import Lab
 from tests.harness import samples
-from tests.harness.jobs import SETTINGS, Job, copy, stub, submit, two_processes, wait_for_start
+from tests.harness.jobs import SETTINGS, Job, hand_over, stub, submit, two_processes, wait_for_start
+from tests.harness.launchers import copy_example
 from tests.harness.processes import wait_until
 from tests.harness.runs import Reference
 
@@ -48,7 +49,7 @@ def test_every_node_waits_for_the_others(example: str, source: Path, lab: Lab, t
     by default. 3 of 600 starts of four ranks died of that: a rank got a message from the other node while it was still
     waiting in MPI_Init's first fence, and had no function yet to hand it to: a segmentation fault at address 0.
     """
-    folder = copy(source, tmp_path / example)
+    folder = copy_example(source, tmp_path / example)
     (folder / "fence.py").write_text(FENCE)
     job = submit(lab, example, folder, options=two_processes(source), SCRIPT="fence.py")
     assert_completed(job)
@@ -60,7 +61,7 @@ def test_every_node_waits_for_the_others(example: str, source: Path, lab: Lab, t
 
 def test_srun_without_pmi(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """Plain srun, which tells MPI nothing: every task refuses with the same line, and none trains alone."""
-    folder = copy(source, tmp_path / example)
+    folder = hand_over(copy_example(source, tmp_path / example))
     command = ["srun", "--nodes=2", "--ntasks-per-node=2", f"{SETTINGS['VENV']}/bin/python", "train.py"]
     done = lab.run(command, cwd=folder)
     errors = [line for line in done.stderr.splitlines() if line.startswith("train.py: error: ")]
@@ -71,7 +72,7 @@ def test_srun_without_pmi(example: str, source: Path, lab: Lab, tmp_path: Path) 
 
 def test_language_model_and_staged_images(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """The README's two other jobs: train_lm.py on a text, and images that each node has first copied to its disk."""
-    folder = copy(source, tmp_path / example)
+    folder = copy_example(source, tmp_path / example)
     (folder / "book.txt").write_text(TEXT)
     samples.write_data(folder / "data", "mnist")
     words = ["--text-file", str(folder / "book.txt"), "--context", "32", "--epochs", "1"]
@@ -88,7 +89,7 @@ def test_language_model_and_staged_images(example: str, source: Path, lab: Lab, 
 @pytest.mark.faults
 def test_language_model_with_staged_text(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """SCRIPT=train_lm.py and STAGE=1: the text is copied once per node, read there, and removed at the end."""
-    folder = copy(source, tmp_path / example)
+    folder = copy_example(source, tmp_path / example)
     (folder / "data").mkdir()
     (folder / "data" / "book.txt").write_text(TEXT)
     arguments = ["--text-file", "book.txt", "--context", "32", "--epochs", "1"]
@@ -142,7 +143,7 @@ def test_staged_data_is_removed(example: str, source: Path, lab: Lab, tmp_path: 
 @pytest.mark.faults
 def test_in_an_allocation(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """The README's `salloc`, and in its shell `srun --mpi=pmix`: all four processes train together."""
-    folder = copy(source, tmp_path / example)
+    folder = hand_over(copy_example(source, tmp_path / example))
     srun = "SLURM_PMIX_FENCE=ring srun --mpi=pmix --cpus-per-task=2 python train.py --epochs 2"
     shell = f"source {SETTINGS['VENV']}/bin/activate && {srun}"
     words = ["salloc", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2", "bash", "-c", shell]

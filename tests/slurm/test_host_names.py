@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from lab import Lab
-from tests.harness.jobs import CPUS, GPUS, NODES, assert_completed, copy, on_this_machine_only, submit, two_processes
+from tests.harness.jobs import CPUS, GPUS, NODES, assert_completed, on_this_machine_only, submit, two_processes
+from tests.harness.launchers import copy_example
 
 pytestmark = pytest.mark.slurm
 
@@ -34,6 +35,6 @@ def test_host_names(example: str, source: Path, badly_named: Lab, tmp_path: Path
             for node in lab.nodes:
                 lab.unresolve(node)
             assert lab.run(["getent", "ahostsv4", "node1"], node="node1").returncode != 0
-        folder = copy(source, tmp_path / case / example)
+        folder = copy_example(source, tmp_path / case / example)
         job = submit(lab, example, folder, "--epochs", "1", options=two_processes(source))
         assert_completed(job, 1, processes=2)

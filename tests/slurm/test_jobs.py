@@ -17,7 +17,6 @@ from tests.harness.jobs import (
     all_nodes,
     assert_completed,
     assert_failed,
-    copy,
     header,
     kill_worker,
     slowed,
@@ -26,7 +25,7 @@ from tests.harness.jobs import (
     submit_four,
     two_processes,
 )
-from tests.harness.launchers import LAUNCHERS
+from tests.harness.launchers import LAUNCHERS, copy_example
 from tests.harness.processes import wait_until
 from tests.harness.runs import Reference
 
@@ -54,7 +53,7 @@ def test_broken_scripts(example: str, source: Path, lab: Lab, tmp_path: Path) ->
     """These tests can fail: each broken copy of run.slurm is noticed."""
     jobs = {}
     for number, (fault, (old, new)) in enumerate(BROKEN.items()):
-        folder = copy(source, tmp_path / str(number) / example)
+        folder = copy_example(source, tmp_path / str(number) / example)
         script = (folder / "run.slurm").read_text()
         broken = re.sub(old, new, script, flags=re.MULTILINE)
         assert broken != script
@@ -69,7 +68,7 @@ def test_broken_scripts(example: str, source: Path, lab: Lab, tmp_path: Path) ->
 @pytest.mark.thorough
 def test_no_progress(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A job that gets no epoch done before its time limit comes near is requeued once only, and says what to do."""
-    folder = copy(source, tmp_path / example)
+    folder = copy_example(source, tmp_path / example)
     (folder / "train.py").write_text("import time\n\nprint('no progress', flush=True)\ntime.sleep(600)\n")
     job = submit(lab, example, folder)
     job.wait_for_line("no progress")
@@ -113,8 +112,8 @@ def test_as_one_process(example: str, source: Path, lab: Lab, tmp_path: Path) ->
     launcher = LAUNCHERS[example]
     precision = "fp64" if launcher.fp64 else "fp32"
     words = f"--precision {precision} --epochs 2 --batch-size".split()
-    job = submit_four(lab, example, copy(source, tmp_path / "job" / example), *words, "24")
-    folder = copy(source, tmp_path / "one" / example)
+    job = submit_four(lab, example, copy_example(source, tmp_path / "job" / example), *words, "24")
+    folder = copy_example(source, tmp_path / "one" / example)
     runs.train(example, folder, 1, *words, 96)
     assert_completed(job, 2, processes=4)
     (ours, *_), (theirs, *_) = (outputs.read_metrics(output) for output in (job.output, folder / "output"))
@@ -129,7 +128,7 @@ def test_slow_disk(example: str, source: Path, lab: Lab, tmp_path: Path) -> None
     """Nobody is killed while rank 0 writes model.pt, even if that takes longer than srun's --wait."""
     if header(source, "nodes") == 1:
         pytest.skip("srun has one task there, and nobody to wait for")
-    folder = copy(source, tmp_path / example)
+    folder = copy_example(source, tmp_path / example)
     edits.edit(folder / "run.slurm", "--wait=60", "--wait=2")
     line = "        os.replace(temporary, path)\n"
     edits.edit(folder / "train.py", line, f"        time.sleep(8 * (path.name == 'model.pt'))\n{line}")

@@ -17,8 +17,8 @@ import pytest
 
 from lab import Lab, LabError, accounting, cluster, tracking, tree, why_not
 from tests.harness import readme, runs
-from tests.harness.jobs import copy, hand_over, job_processes, on_this_machine_only
-from tests.harness.launchers import ROOT
+from tests.harness.jobs import hand_over, job_processes, on_this_machine_only
+from tests.harness.launchers import ROOT, copy_example
 from tests.harness.processes import find_processes, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(why_not()), reason=str(why_not()))]
@@ -181,7 +181,7 @@ def as_written(command: str, name: str, words: str = "") -> str:
 def repository(folder: Path) -> str:
     """Make a folder with what the READMEs' commands for the lab need; return the words that share it with nodes."""
     shutil.copytree(ROOT / "lab", folder / "lab")
-    copy(ROOT / "examples" / "ddp_spawn", folder / "examples" / "ddp_spawn")
+    copy_example(ROOT / "examples" / "ddp_spawn", folder / "examples" / "ddp_spawn")
     hand_over(folder)
     return " ".join(f"--share {path}" for path in on_this_machine_only(Path(sys.prefix)))
 

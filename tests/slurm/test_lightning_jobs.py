@@ -8,7 +8,8 @@ import pytest
 
 from lab import Lab
 from tests.harness import edits, outputs
-from tests.harness.jobs import SETTINGS, Job, copy, submit, two_processes
+from tests.harness.jobs import SETTINGS, Job, hand_over, submit, two_processes
+from tests.harness.launchers import copy_example
 from tests.harness.processes import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("lightning")]
@@ -25,7 +26,7 @@ def test_wrong_tasks(lab: Lab, example: str, source: Path, tmp_path: Path) -> No
     run.slurm says it at once. What only train.py can know, it says after its imports: 10 s, longer beside other tests.
     """
     for number, (fault, (options, arguments, text, seconds)) in enumerate(WRONG.items()):
-        folder = copy(source, tmp_path / str(number) / example)
+        folder = copy_example(source, tmp_path / str(number) / example)
         script = (folder / "run.slurm").read_text()
         if fault == "--ntasks instead":
             assert "#SBATCH --ntasks-per-node=2 " in script
@@ -41,7 +42,7 @@ def test_wrong_tasks(lab: Lab, example: str, source: Path, tmp_path: Path) -> No
 
 def test_in_an_allocation(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
     """`python train.py` without srun, in salloc and in a batch script, trains on its node alone; with srun on all."""
-    folder = copy(source, tmp_path / example)
+    folder = hand_over(copy_example(source, tmp_path / example))
     python = f"{SETTINGS['VENV']}/bin/python train.py --epochs 1"
     options = ["--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2"]
     script = f"{python} --output-dir alone && srun --cpus-per-task=2 {python} --output-dir together"
@@ -58,7 +59,7 @@ def test_in_an_allocation(lab: Lab, example: str, source: Path, tmp_path: Path) 
 
 def test_exception_in_one_process(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
     """An exception on rank 1 alone: its traceback is in the log, and the whole job ends within 60 s."""
-    folder = copy(source, tmp_path / example)
+    folder = copy_example(source, tmp_path / example)
     edits.plant(folder, "if torch.distributed.get_rank() == 1:\n    raise ArithmeticError('planted')\n")
     job = submit(lab, example, folder, options=two_processes(source))
     job.wait_for_line("ArithmeticError: planted")

@@ -12,8 +12,8 @@ import pytest
 
 from lab import Lab, why_not
 from tests.harness import outputs
-from tests.harness.jobs import SETTINGS, Job, copy, on_this_machine_only
-from tests.harness.launchers import ROOT
+from tests.harness.jobs import SETTINGS, Job, hand_over, on_this_machine_only
+from tests.harness.launchers import ROOT, copy_example
 
 pytestmark = [
     pytest.mark.slurm,
@@ -27,7 +27,8 @@ def test_scaling(example: str, source: Path, tmp_path: Path) -> None:
     """Weak scaling keeps the batch of a process, strong scaling that of all; what is measured is not measured again."""
     folder = tmp_path / "benchmarks"
     shutil.copytree(ROOT / "benchmarks", folder)
-    copy(source, tmp_path / "examples" / example)
+    copy_example(source, tmp_path / "examples" / example)
+    hand_over(tmp_path)  # the job writes its results there, too
     shared = on_this_machine_only(tmp_path, Path(sys.prefix))
     with Lab(nodes=2, cpus=5, name=f"scaling{os.getpid()}", share=shared) as lab:  # one CPU for scaling.slurm itself
         words = ["sbatch", "--parsable", "scaling.slurm", "--nodes", "2", "1", "--rounds", "1", "--epochs", "2"]

@@ -17,12 +17,13 @@ from tests.harness.jobs import (
     NODES,
     Job,
     assert_no_step_lost,
-    copy,
+    hand_over,
     on_this_machine_only,
     slowed,
     submit,
     two_processes,
 )
+from tests.harness.launchers import copy_example
 from tests.harness.runs import Reference
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("torchrun_multinode")]
@@ -69,7 +70,7 @@ def test_asked_to_stop(other_lab: Lab, example: str, source: Path, tmp_path: Pat
     """
     nodes = len(other_lab.nodes)
     options = (f"--nodes={nodes}", f"--gpus-per-node={2 if nodes == 1 else 1}", "--cpus-per-task=2")
-    alone = submit(other_lab, example, copy(source, tmp_path / "alone" / example), options=options)
+    alone = submit(other_lab, example, copy_example(source, tmp_path / "alone" / example), options=options)
     alone.wait()
     sleep = "2 * (os.environ.get('SLURM_RESTART_COUNT', '0') in '01')"
     job = submit(other_lab, example, slowed(source, tmp_path / example, sleep), options=options)
@@ -87,7 +88,7 @@ def test_asked_to_stop(other_lab: Lab, example: str, source: Path, tmp_path: Pat
 
 def test_wrong_number_of_tasks(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
     """With --ntasks-per-node=2 the job ends at once, and one line names the option to change."""
-    job = submit(lab, example, copy(source, tmp_path / example), options=("--ntasks-per-node=2",))
+    job = submit(lab, example, copy_example(source, tmp_path / example), options=("--ntasks-per-node=2",))
     assert_refused(job, "4 tasks on 2 nodes", "#SBATCH --ntasks-per-node=1")
 
 
@@ -109,15 +110,16 @@ def test_preempted(
     A job that its user cancels stops in the same way, and stays cancelled.
     """
     low = ("--partition=low", *two_processes(source))
-    job = submit(other_lab, example, copy(source, tmp_path / "job" / example), options=low)
+    job = submit(other_lab, example, copy_example(source, tmp_path / "job" / example), options=low)
     job.wait_for_line("epoch  1/")
     words = ["sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 5"]
-    urgent = other_lab.run(words, cwd=tmp_path).stdout.strip()
+    (tmp_path / "urgent").mkdir()
+    urgent = other_lab.run(words, cwd=hand_over(tmp_path / "urgent")).stdout.strip()
     assert_stopped_once(job)
     assert other_lab.job(urgent)["JobState"] == "COMPLETED"
     outputs.assert_same_run(job.output, undisturbed().output)
 
-    cancelled = submit(other_lab, example, copy(source, tmp_path / "cancelled" / example), options=low)
+    cancelled = submit(other_lab, example, copy_example(source, tmp_path / "cancelled" / example), options=low)
     cancelled.wait_for_line("epoch  1/")
     cancelled.cancel()
     assert cancelled.shown["JobState"] == "CANCELLED" and "requeueing" not in cancelled.log
