@@ -65,14 +65,14 @@ def folder(source: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def common_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A temporary folder that is the same for all workers of pytest-xdist."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(scope="session")
-def reference(example: str, source: Path, common_folder: Path) -> Reference:
+def reference(example: str, source: Path, session_folder: Path) -> Reference:
     """Run what the README says under "Run locally", word for word, once, in a fresh copy."""
 
     def make(folder: Path) -> list[Reference]:
@@ -81,4 +81,4 @@ def reference(example: str, source: Path, common_folder: Path) -> Reference:
         run = readme.run_block(readme.until(folder / "README.md", local), folder)
         return [Reference(folder / "output", run.stdout, run.stderr)]
 
-    return runs.references(common_folder / f"reference-{example}", make)[0]
+    return runs.references(session_folder / f"reference-{example}", make)[0]

@@ -41,7 +41,7 @@ def launcher(request: pytest.FixtureRequest, example: str, monkeypatch: pytest.M
 
 @pytest.fixture
 def reference(
-    request: pytest.FixtureRequest, example: str, launcher: Launcher, source: Path, common_folder: Path
+    request: pytest.FixtureRequest, example: str, launcher: Launcher, source: Path, session_folder: Path
 ) -> Reference:
     """Return the reference run of tests/conftest.py; with a second launcher, of which no README tells, make one."""
     if launcher is not SECOND_LAUNCHERS.get(example):
@@ -52,7 +52,7 @@ def reference(
         run = runs.train(example, folder, 2)
         return [Reference(folder / "output", run.stdout, run.stderr)]
 
-    return runs.references(common_folder / f"second-{example}", make)[0]
+    return runs.references(session_folder / f"second-{example}", make)[0]
 
 
 def test_default_run(example: str, reference: Reference) -> None:

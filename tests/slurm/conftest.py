@@ -25,11 +25,11 @@ from tests.harness.runs import Reference
 
 
 @pytest.fixture(scope="session")
-def lab(common_folder: Path) -> Iterator[Lab]:
+def lab(session_folder: Path) -> Iterator[Lab]:
     """A running lab that ends with this process, whatever happens to it."""
     if reason := why_not():
         pytest.skip(reason)
-    shared = on_this_machine_only(common_folder, Path(sys.prefix))
+    shared = on_this_machine_only(session_folder, Path(sys.prefix))
     with Lab(NODES, CPUS, GPUS, name=f"test{os.getpid()}", share=shared) as lab:
         python = lab.run([sys.executable, "--version"], cwd="/")
         assert python.returncode == 0, f"user {lab.user}, who runs jobs, cannot use {sys.executable}: {python.stderr}"
@@ -37,7 +37,7 @@ def lab(common_folder: Path) -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="session")
-def both(example: str, source: Path, lab: Lab, common_folder: Path) -> Callable[[], list[Reference]]:
+def reference_jobs(example: str, source: Path, lab: Lab, session_folder: Path) -> Callable[[], list[Reference]]:
     """A function that returns what two jobs leave, run at once in one folder: as shipped, and with 2 processes.
 
     The lab's GPUs, which the second job asks for, are stand-ins: CUDA finds none, and it trains on CPU.
@@ -52,16 +52,16 @@ def both(example: str, source: Path, lab: Lab, common_folder: Path) -> Callable[
         assert "gpu:" in small.shown["TresPerNode"]
         return [Reference(job.output, job.log) for job in (shipped, small)]
 
-    return lambda: runs.references(common_folder / f"undisturbed-{example}", make)
+    return lambda: runs.references(session_folder / f"undisturbed-{example}", make)
 
 
 @pytest.fixture(scope="session")
-def shipped(both: Callable[[], list[Reference]]) -> Callable[[], Reference]:
+def shipped_job(reference_jobs: Callable[[], list[Reference]]) -> Callable[[], Reference]:
     """A function that returns what run.slurm leaves as it is; called last, since it may have to run the job."""
-    return lambda: both()[0]
+    return lambda: reference_jobs()[0]
 
 
 @pytest.fixture(scope="session")
-def undisturbed(both: Callable[[], list[Reference]]) -> Callable[[], Reference]:
+def two_process_job(reference_jobs: Callable[[], list[Reference]]) -> Callable[[], Reference]:
     """A function that returns what a job with 2 processes leaves; called last, since it may have to run the job."""
-    return lambda: both()[1]
+    return lambda: reference_jobs()[1]

@@ -19,8 +19,8 @@ def test_stage_3_on_two_nodes(
     source: Path,
     lab: Lab,
     tmp_path: Path,
-    shipped: Callable[[], Reference],
-    undisturbed: Callable[[], Reference],
+    shipped_job: Callable[[], Reference],
+    two_process_job: Callable[[], Reference],
 ) -> None:
     """The README's job at stage 3, one process on each of 2 nodes: a shard of its own each, stage 0's bits, no ssh."""
     folder = copy_example(source, tmp_path / example)
@@ -28,8 +28,8 @@ def test_stage_3_on_two_nodes(
     assert_completed(job, EPOCHS, processes=2)
     names = {path.name for path in (job.output / "checkpoint" / f"epoch{EPOCHS}").glob("*optim_states.pt")}
     assert names == {f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)}
-    outputs.assert_same_run(job.output, undisturbed().output)
-    where = {3: (job.log, "2 processes on 2 nodes"), 0: (shipped().stdout, "4 processes on 2 nodes")}
+    outputs.assert_same_run(job.output, two_process_job().output)
+    where = {3: (job.log, "2 processes on 2 nodes"), 0: (shipped_job().stdout, "4 processes on 2 nodes")}
     for stage, (log, line) in where.items():
         assert f"ConvNet on digits: {line}, gloo on cpu" in log
         assert f"ds_config.json: ZeRO stage {stage}, fp32" in log and "ssh" not in log
@@ -37,13 +37,13 @@ def test_stage_3_on_two_nodes(
 
 @pytest.mark.faults
 def test_stage_3_with_four_processes(
-    example: str, source: Path, lab: Lab, tmp_path: Path, shipped: Callable[[], Reference]
+    example: str, source: Path, lab: Lab, tmp_path: Path, shipped_job: Callable[[], Reference]
 ) -> None:
     """Two processes on each node. The order of a sum counts then: the first epoch's loss is compared, not the bits."""
     job = submit(lab, example, copy_example(source, tmp_path / example), "--zero-stage", "3", "--epochs", "2")
     assert_completed(job, 2)
     assert len(list(job.output.glob("checkpoint/epoch2/*optim_states.pt"))) == 4
-    losses = [outputs.read_metrics(output)[0]["train_loss"] for output in (job.output, shipped().output)]
+    losses = [outputs.read_metrics(output)[0]["train_loss"] for output in (job.output, shipped_job().output)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 

@@ -41,11 +41,11 @@ pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture(scope="module")
-def disk(common_folder: Path) -> Iterator[Path]:
+def disk(session_folder: Path) -> Iterator[Path]:
     """A file system of its own, of 64 MB, which a test may fill."""
     if reason := why_not():
         pytest.skip(reason)
-    path = common_folder / f"disk{os.getpid()}"
+    path = session_folder / f"disk{os.getpid()}"
     path.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", path], check=True)
     yield path
@@ -53,9 +53,9 @@ def disk(common_folder: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def fragile(disk: Path, common_folder: Path) -> Iterator[Lab]:
+def fragile(disk: Path, session_folder: Path) -> Iterator[Lab]:
     """A lab of this module's own, since its nodes are cut off and stopped; all of them see the small disk."""
-    shared = on_this_machine_only(common_folder, Path(sys.prefix))
+    shared = on_this_machine_only(session_folder, Path(sys.prefix))
     with Lab(NODES, CPUS, GPUS, name=f"fragile{os.getpid()}", share=shared) as lab:
         yield lab
 
@@ -181,8 +181,8 @@ def test_fault(
     source: Path,
     tmp_path: Path,
     fault: str,
-    shipped: Callable[[], Reference],
-    undisturbed: Callable[[], Reference],
+    shipped_job: Callable[[], Reference],
+    two_process_job: Callable[[], Reference],
 ) -> None:
     """After its first epoch a job meets a fault: it goes on by itself, or fails in time with a clear line.
 
@@ -218,4 +218,4 @@ def test_fault(
     assert job.log.count(LAUNCHERS[example].first_line) >= 2 and ("continuing after epoch" in job.log) != row.anew
     if loses_no_step(fault, example):
         assert_no_step_lost(job, requeued=fault == "preempted")
-    outputs.assert_same_run(job.output, (shipped if row.elsewhere else undisturbed)().output)
+    outputs.assert_same_run(job.output, (shipped_job if row.elsewhere else two_process_job)().output)

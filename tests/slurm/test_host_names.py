@@ -15,9 +15,9 @@ pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture
-def badly_named(common_folder: Path) -> Iterator[Lab]:
+def badly_named(session_folder: Path) -> Iterator[Lab]:
     """A lab of its own: full names, and a first node that resolves its own name to a loopback address, as on Debian."""
-    shared = on_this_machine_only(common_folder, Path(sys.prefix))
+    shared = on_this_machine_only(session_folder, Path(sys.prefix))
     name, domain = f"names{os.getpid()}", "cluster.example"
     loopback = {"node1": {"node1": "127.0.1.1"}}
     with Lab(NODES, CPUS, GPUS, name=name, share=shared, domain=domain, hosts=loopback) as lab:

@@ -32,13 +32,15 @@ from tests.harness.runs import Reference
 pytestmark = pytest.mark.slurm
 
 
-def test_two_jobs_at_once(example: str, shipped: Callable[[], Reference], undisturbed: Callable[[], Reference]) -> None:
+def test_two_jobs_at_once(
+    example: str, shipped_job: Callable[[], Reference], two_process_job: Callable[[], Reference]
+) -> None:
     """Two jobs in one folder and on the same nodes both complete: the shipped one, and one that asks for GPUs."""
-    folders = [job().output for job in (shipped, undisturbed)]
+    folders = [job().output for job in (shipped_job, two_process_job)]
     assert len(set(folders)) == 2 and folders[0].parent == folders[1].parent
     for output in folders:
         assert LAUNCHERS[example].has_learnt(outputs.read_metrics(output)[-1], tolerance=0.01)
-    assert " on cpu, " in undisturbed().stdout
+    assert " on cpu, " in two_process_job().stdout
 
 
 BROKEN = {
@@ -89,7 +91,7 @@ def test_nodes(lab: Lab, example: str, source: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_time_limit(example: str, source: Path, lab: Lab, tmp_path: Path, shipped: Callable[[], Reference]) -> None:
+def test_time_limit(example: str, source: Path, lab: Lab, tmp_path: Path, shipped_job: Callable[[], Reference]) -> None:
     """A run that reaches its time limit requeues itself, continues, and ends with the same bits."""
     sleep = "20 * ('SLURM_RESTART_COUNT' not in os.environ)"  # until it is requeued
     job = submit(lab, example, slowed(source, tmp_path / example, sleep), options=(all_nodes(source),))
@@ -100,7 +102,7 @@ def test_time_limit(example: str, source: Path, lab: Lab, tmp_path: Path, shippe
     assert_completed(job, EPOCHS)
     assert job.shown["Restarts"] == "1"
     assert f"requeueing job {job.id}" in job.log and "continuing after epoch" in job.log
-    outputs.assert_same_run(job.output, shipped().output)
+    outputs.assert_same_run(job.output, shipped_job().output)
 
 
 @pytest.mark.thorough
@@ -137,7 +139,7 @@ def test_slow_disk(example: str, source: Path, lab: Lab, tmp_path: Path) -> None
 
 
 def test_preempted_and_killed(
-    example: str, source: Path, lab: Lab, tmp_path: Path, undisturbed: Callable[[], Reference]
+    example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]
 ) -> None:
     """A preempted job starts again by itself and continues; its log goes on. SIGKILL to a worker: the job fails.
 
@@ -166,7 +168,7 @@ def test_preempted_and_killed(
     assert_completed(job, EPOCHS, processes=2)
     assert job.log.count(LAUNCHERS[example].first_line) == 3 + bool(above)
     assert "SIGKILL" in job.log or "Killed" in job.log
-    outputs.assert_same_run(job.output, undisturbed().output)
+    outputs.assert_same_run(job.output, two_process_job().output)
 
 
 def wait_for_progress(job: Job, starts: int) -> None:

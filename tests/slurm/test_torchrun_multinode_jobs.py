@@ -52,10 +52,10 @@ def assert_stopped_once(job: Job) -> None:
     assert_no_step_lost(job)
 
 
-def test_ranks_by_node(shipped: Callable[[], Reference], undisturbed: Callable[[], Reference]) -> None:
+def test_ranks_by_node(shipped_job: Callable[[], Reference], two_process_job: Callable[[], Reference]) -> None:
     """The second line of a log says which processes are on which node."""
-    assert "ranks: node1 0, 1; node2 2, 3" in shipped().stdout
-    assert "ranks: node1 0; node2 1" in undisturbed().stdout
+    assert "ranks: node1 0, 1; node2 2, 3" in shipped_job().stdout
+    assert "ranks: node1 0; node2 1" in two_process_job().stdout
 
 
 LAYOUTS = [{"nodes": 1}, {"nodes": 2, "tracking": "linuxproc"}, {"nodes": 3}]
@@ -103,7 +103,7 @@ def assert_refused(job: Job, *texts: str) -> None:
 
 @pytest.mark.parametrize("other_lab", [{"extra_conf": PARTITIONS}], indirect=True)
 def test_preempted(
-    other_lab: Lab, example: str, source: Path, undisturbed: Callable[[], Reference], tmp_path: Path
+    other_lab: Lab, example: str, source: Path, two_process_job: Callable[[], Reference], tmp_path: Path
 ) -> None:
     """SLURM preempts the job for a more important one: SIGTERM, an agreed step, requeue, continuation, the same bits.
 
@@ -117,7 +117,7 @@ def test_preempted(
     urgent = other_lab.run(words, cwd=hand_over(tmp_path / "urgent")).stdout.strip()
     assert_stopped_once(job)
     assert other_lab.job(urgent)["JobState"] == "COMPLETED"
-    outputs.assert_same_run(job.output, undisturbed().output)
+    outputs.assert_same_run(job.output, two_process_job().output)
 
     cancelled = submit(other_lab, example, copy_example(source, tmp_path / "cancelled" / example), options=low)
     cancelled.wait_for_line("epoch  1/")
