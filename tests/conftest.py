@@ -1,4 +1,4 @@
-"""Fixtures: the example under test, copied out of the repository, and its undisturbed reference run."""
+"""What the marks do, and the fixtures of all tests: the example, a copy of it, and its undisturbed reference run."""
 
 import os
 import signal
