@@ -1,1 +1,1 @@
-"""The tests, a package so that noxfile.py and the benchmarks can import tests.harness. It imports nothing itself."""
+"""The tests. They are a package so that noxfile.py and the benchmarks can import tests.harness."""

@@ -1,4 +1,4 @@
-"""What the marks do, and the fixtures of all tests: the example, a copy of it, and its undisturbed reference run."""
+"""What the marks do, and the fixtures of all tests: the example, a copy of it, and its reference run."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def belongs(item: pytest.Item, first: bool) -> bool:
-    """Whether a test runs with its example, as the mark `only` says; one without an example runs with the first one."""
+    """Whether a test runs with its example, see the mark `only`; one without an example runs with the first."""
     if "example" not in item.fixturenames:
         return first
     only = item.get_closest_marker("only")
@@ -40,7 +40,7 @@ def belongs(item: pytest.Item, first: bool) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself selects by mark
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Do what the marks say: leave out tests of other examples, put off long ones, skip clauses that are not kept."""
+    """Do what the marks say: leave out tests of other examples, put off long ones, skip what is not promised."""
     for item in items:
         chosen = THOROUGH_ON_SLURM if item.get_closest_marker("slurm") else THOROUGH
         if item.get_closest_marker("thorough") and item.callspec.params["example"] != chosen:

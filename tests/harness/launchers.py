@@ -1,4 +1,4 @@
-"""How each example is copied and started, what its default run trains, and what it promises: one row for each."""
+"""One row for each example: how it is started, what its default run trains, and what it promises."""
 
 import shlex
 import shutil
@@ -40,14 +40,14 @@ class Launcher:
 
     # What its default run trains, and what train.py is like.
     first_line: str = "ConvNet on digits"  # what the first line that a run prints begins with
-    learns: tuple[str, str, float] = ("test_accuracy", ">=", 0.96)  # a column of metrics.csv, and its bound at the end
-    train_loss: tuple[float, float] = (1, 0.2)  # it is above the first number at first, and below the second at the end
+    learns: tuple[str, str, float] = ("test_accuracy", ">=", 0.96)  # a column of metrics.csv: its bound at the end
+    train_loss: tuple[float, float] = (1, 0.2)  # above the one in the first epoch, below the other in the last
     checkpoint: str = "checkpoint.pt"  # or a pattern that names one file of it
     epoch_start: str = "    model.train()\n"  # the line of train.py where an epoch begins
     torchvision: bool = False  # whether its framework imports it, asked for or not
 
     # Which clauses of the contract it keeps.
-    convnet: bool = True  # it trains the ConvNet on images: the tests know the order of the images and the test metrics
+    convnet: bool = True  # it trains the ConvNet on images, and tests know their order and the results
     gpus: bool = True  # it uses GPUs, where there are any
     fp64: bool = True  # it can train in fp64
     job_recovers: bool = False  # the launcher in run.slurm starts a dead worker again
