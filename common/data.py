@@ -1,11 +1,11 @@
-"""The data sets of the examples, whole in memory, and how they are read.
+"""The data sets of the examples. They are kept in memory, so that reading a batch takes no time.
 
 `python -m common.data fashion_mnist --data-dir data` downloads one, once, on a machine with internet.
 Training itself never downloads.
 
 digits.npz: the 1,797 images of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, 1998,
 UCI Machine Learning Repository, doi 10.24432/C50P49, CC BY 4.0) that scikit-learn ships: its test part, 8x8 pixels
-of 0 to 16, here in one fixed random order, 1,438 for training and 359 for testing.
+with values from 0 to 16, here in a fixed random order: 1,438 for training and 359 for testing.
 """
 
 import argparse
@@ -20,12 +20,12 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-DOWNLOADS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}  # our name: torchvision's class and folder
+DOWNLOADS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}  # torchvision's names of their class and folder
 NAMES = ("digits", *DOWNLOADS, "synthetic")
 
 
 class DataError(Exception):
-    """The data cannot be had; the message is one line that says why and what to do."""
+    """The data cannot be read; the message is one line that says why and what to do."""
 
 
 class Images(Dataset):
@@ -63,14 +63,6 @@ def load(name: str, data_dir: str = "data", size: int = 12_000) -> tuple[Images,
     raise DataError(f"unknown data set {name!r}: choose from {', '.join(NAMES)}")
 
 
-def evaluation_shard(size: int, rank: int, world_size: int) -> range:
-    """Return the test indices of one process: over all processes each of `size` samples comes exactly once.
-
-    A DistributedSampler repeats samples until the shards are equally long, which biases a metric.
-    """
-    return range(rank, size, world_size)
-
-
 def _digits() -> tuple[Images, Images]:
     """Read the embedded digits, enlarged from 8x8 to 28x28."""
     with np.load(Path(__file__).with_name("digits.npz")) as file:
@@ -85,7 +77,7 @@ def _digits() -> tuple[Images, Images]:
 
 
 def _synthetic(size: int, seed: int) -> Images:
-    """Make `size` noisy copies of ten random patterns: quick to make, possible to learn."""
+    """Make `size` noisy copies of ten random patterns: fast to generate, and possible to learn."""
     patterns = torch.randint(128, (10, 28, 28), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(1 + seed)
     labels = torch.randint(10, (size,), generator=generator)
@@ -96,7 +88,7 @@ def _synthetic(size: int, seed: int) -> Images:
 def _reader(name: str) -> type[Dataset]:
     """Return torchvision's class for mnist or fashion_mnist."""
     try:
-        from torchvision import datasets  # only here: it adds seconds and 160 MB to every process
+        from torchvision import datasets  # imported only when needed: it adds seconds and 160 MB to every process
     except (ImportError, RuntimeError) as error:  # RuntimeError: its build does not fit torch's
         raise DataError(f"{name} needs torchvision ({error}): pip install -r requirements.txt") from error
     return getattr(datasets, DOWNLOADS[name])
@@ -121,7 +113,7 @@ def _torchvision(name: str, data_dir: str, train: bool) -> Images:
 
 
 def download(name: str, data_dir: str) -> Path:
-    """Fetch mnist or fashion_mnist into `data_dir` and return its folder; all of it or nothing is left there.
+    """Download mnist or fashion_mnist into `data_dir` and return its folder; a failed download leaves nothing.
 
     Raises DataError if no mirror answers or a checksum is wrong.
     """
@@ -144,14 +136,14 @@ class Tokens(Dataset):
     """Consecutive windows of one long sequence of byte tokens.
 
     Indexing with a list of B indices returns inputs (B, T) and targets (B, T), int64: the targets are the inputs
-    moved on by one token. Windows do not overlap; a rest shorter than a window is left out.
+    shifted by one token. Windows do not overlap; tokens that do not fill the last window are left out.
     """
 
     def __init__(self, tokens: torch.Tensor, length: int) -> None:
         """Keep tokens (N,), uint8, cut into windows of T = `length`; raises DataError if not one fits."""
         if len(tokens) <= length:
             raise DataError(f"{len(tokens)} tokens are too few for one window of {length}: use a longer text")
-        self.windows = tokens.unfold(0, length + 1, length)  # a view: nothing is copied
+        self.windows = tokens.unfold(0, length + 1, length)  # a view: no copy is made
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -185,7 +177,7 @@ def markov_tokens(size: int, symbols: int = 32, seed: int = 0) -> tuple[torch.Te
     matrix = torch.randn(symbols, symbols, generator=generator, dtype=torch.float64).mul_(2).softmax(1)
     stationary = torch.linalg.matrix_power(matrix, 1024)[0]
     entropy = -(stationary @ (matrix * matrix.log()).sum(1)).item()
-    rows = matrix.cumsum(1)[:, :-1].tolist()  # the last bound would be 1: left out, so that rounding cannot pass it
+    rows = matrix.cumsum(1)[:, :-1].tolist()  # without the last bound, 1, which rounding could miss
     tokens, state = bytearray(size), 0
     for i, draw in enumerate(torch.rand(size, generator=generator, dtype=torch.float64).tolist()):
         tokens[i] = state = bisect.bisect(rows[state], draw)

@@ -67,15 +67,6 @@ def test_unknown_name() -> None:
         data.load("cifar")
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 359, 360])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 400])
-def test_evaluation_shard(size: int, world_size: int) -> None:
-    """Each sample exactly once over all processes, and no process with two more than another."""
-    shards = [data.evaluation_shard(size, rank, world_size) for rank in range(world_size)]
-    assert sorted(i for shard in shards for i in shard) == list(range(size))
-    assert max(map(len, shards)) - min(map(len, shards)) <= 1
-
-
 def test_text_tokens(tmp_path: Path) -> None:
     """Any language: tokens are the bytes, windows do not overlap, and targets are the inputs moved on by one."""
     text = "नमस्ते दुनिया, hello world. " * 20

@@ -88,7 +88,7 @@ def test_wrong_tasks(example: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_parent_killed(example: str, folder: Path, number: signal.Signals) -> None:
-    """A signal to the parent alone: its processes end with it, none trains on unseen; no traceback."""
+    """A signal to the parent alone: its processes end with it; no traceback."""
     run = runs.start(example, folder, 2, "--epochs", 1000)
     run.read_until("epoch  1/")
     os.kill(run.process.pid, number)

@@ -1,14 +1,19 @@
 """The checks themselves: that each can fail, and that what the documents say is what runs."""
 
+import ast
 import contextlib
+import difflib
+import io
 import re
 import shutil
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from tests.harness import outputs, refusals, runs
 from tests.harness.launchers import EXAMPLES, LAUNCHERS, ROOT
@@ -70,6 +75,12 @@ def test_documents() -> None:
     assert links and all((ROOT / link).exists() for link in links)
 
 
+def test_hosted_workflow() -> None:
+    """The hosted workflow has a job for each example, and one for the rest."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert workflow["jobs"]["checks"]["strategy"]["matrix"]["part"] == [*EXAMPLES, "rest"]
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_run_slurm_header(name: str) -> None:
     """run.slurm has no line that sbatch would ignore, and no value that stands for another place."""
@@ -82,6 +93,141 @@ def test_run_slurm_header(name: str) -> None:
     assert options >= {"--nodes", "--ntasks-per-node", "--cpus-per-task", "--time", "--requeue", "--signal", "--output"}
     first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     assert not [line for line in lines[first_command:] if line.startswith("#SBATCH")]
+
+
+RULER = "# ---- Below: what makes runs restartable and errors readable. Skip it on a first reading. ----"
+# The most lines above the ruler and in the whole file, and the line by which training begins.
+BOUNDS = {"ddp_spawn": (185, 375, 110), "deepspeed": (205, 450, 120)}
+BOUNDS |= {"horovod_cpu": (205, 375, 110), "lightning": (205, 405, 110), "torchrun_multinode": (205, 415, 110)}
+# Functions below the ruler that differ from ddp_spawn's, and why.
+DIFFERENT = {
+    "deepspeed": {
+        "check_args": "its launcher and its own arguments",
+        "prepare_process": "DeepSpeed has to be set up",
+        "load_data": "the config file has the number of batches in a step",
+        "resume_settings": "the engine knows them",
+        "read_checkpoint": "the checkpoint is a folder of shards",
+        "broadcast_checkpoint": "reading needs the engine",
+        "save_checkpoint": "all processes write shards",
+        "print_header": "the config file and the nodes",
+        "shut_down": "its tag",
+    },
+    "horovod_cpu": {
+        "check_args": "its own arguments",
+        "prepare_process": "Horovod has to be set up, instead of torch.distributed",
+        "load_data": "all processes are connected by then",
+        "resume_settings": "train_lm.py uses it, too",
+        "save_checkpoint": "the watchdog",
+        "print_header": "Horovod knows ranks and nodes, and train_lm.py uses it, too",
+        "print_epoch": "Horovod knows the rank",
+        "shut_down": "Horovod instead of torch.distributed",
+    },
+    "lightning": {
+        "check_args": "the number of tasks",
+        "prepare_process": "Lightning has to be set up",
+        "read_checkpoint": "the file has another name",
+        "broadcast_checkpoint": "Lightning broadcasts",
+        "save_checkpoint": "Lightning saves",
+        "print_header": "Lightning knows the device",
+    },
+    "torchrun_multinode": {
+        "check_args": "its launcher and its own arguments",
+        "prepare_process": "signals",
+        "load_data": "several batches in a step",
+        "resume_settings": "several batches in a step",
+        "save_checkpoint": "the position within an epoch",
+        "print_header": "nodes, and the position within an epoch",
+    },
+}
+
+
+def train_py(name: str) -> str:
+    """Return the text of an example's train.py."""
+    return (ROOT / "examples" / name / "train.py").read_text()
+
+
+def lesson(text: str) -> str:
+    """Return what stands above the ruler; raise ValueError unless there is exactly one ruler."""
+    above, _ = text.split(f"\n{RULER}\n")
+    return above
+
+
+def functions(text: str) -> dict[str, str]:
+    """Return the text of each function of a program, those in classes included."""
+    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.get_source_segment(text, node) or "" for node in found}
+
+
+def assert_readable(text: str, most_above: int, most: int, training_by: int) -> None:
+    """Check that training begins early, that the lesson is short, and that functions and comments are, too."""
+    lines = text.splitlines()
+    assert len(lesson(text).splitlines()) <= most_above and len(lines) <= most
+    starts = [i for i, line in enumerate(lines, 1) if re.match(r" *def (train_one_epoch|training_step)\(", line)]
+    assert len(starts) == 1 and starts[0] < training_by
+    too_long = {name: len(body.splitlines()) for name, body in functions(text).items() if body.count("\n") >= 50}
+    assert not too_long
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    commented = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+    assert 0.08 <= len(commented) / len(lines) <= 0.15
+    assert not re.search(r"# \w+:\s*$", text, re.MULTILINE), "a tag without words"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_lesson_first(name: str) -> None:
+    """What a student has to read stands above the ruler, and is short."""
+    assert_readable(train_py(name), *BOUNDS[name])
+
+
+def test_lesson_first_can_fail() -> None:
+    """A missing ruler, late training, a long function and a tag without words are each noticed."""
+    text, bounds = train_py("ddp_spawn"), BOUNDS["ddp_spawn"]
+    assert_readable(text, *bounds)
+    long_main = text.replace("    # Train\n", "    # Train\n" + "    print()\n" * 5)
+    late = text.replace("\n\n\ndef setup", "\n" * 40 + "def setup")
+    bare = text.replace("# ddp: sum over all processes", "# ddp:", 1)
+    for bad in (text.replace(RULER, ""), long_main, late, bare):
+        with pytest.raises((AssertionError, ValueError)):
+            assert_readable(bad, *bounds)
+
+
+def changed_lines(one: str, other: str) -> int:
+    """Return how many lines `diff` shows of two texts, removed and added ones together."""
+    return sum(line[0] in "+-" for line in list(difflib.unified_diff(one.splitlines(), other.splitlines(), n=0))[2:])
+
+
+def test_diff_shows_the_launcher() -> None:
+    """Above the ruler, ddp_spawn and torchrun_multinode differ in at most 90 lines."""
+    assert 40 < changed_lines(lesson(train_py("ddp_spawn")), lesson(train_py("torchrun_multinode"))) <= 90
+
+
+def other_texts(text: str, model: str) -> set[str]:
+    """Return the names of the functions below the ruler that `model` has, too, with another text."""
+    tails = [functions(part.partition(f"\n{RULER}\n")[2]) for part in (text, model)]
+    return {name for name in tails[0].keys() & tails[1].keys() if tails[0][name] != tails[1][name]}
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "ddp_spawn"])
+def test_same_text_below_the_ruler(name: str) -> None:
+    """Below the ruler, what ddp_spawn has, too, is the same text, except for the functions listed above."""
+    assert other_texts(train_py(name), train_py("ddp_spawn")) == DIFFERENT[name].keys()
+
+
+def test_same_text_can_fail() -> None:
+    """One changed character in a function below the ruler is noticed, and one above it is not."""
+    model = train_py("ddp_spawn")
+    assert other_texts(model.replace("os.fsync", "os.fdatasync"), model) == {"write"}
+    assert other_texts(model.replace("model.eval()", "model.train()", 1), model) == set()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_no_link_leaves_the_folder(name: str) -> None:
+    """After `cp -r` no link of an example's README is dead: it points to the web, or into the folder."""
+    folder = ROOT / "examples" / name
+    text = (folder / "README.md").read_text()
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert any(link.startswith("https://") for link in links), "no link to any documentation"
+    assert all(link.startswith("https://") or (folder / link).exists() for link in links), links
+    assert "../" not in re.sub(r"```.*?```", "", text, flags=re.DOTALL)
 
 
 SAME_IN_ALL = [

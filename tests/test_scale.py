@@ -1,17 +1,33 @@
-"""What the examples do to share out the data, for up to 4,096 processes, of which none is started."""
+"""How the examples divide the data among up to 4,096 processes, of which none is started."""
 
+import argparse
+import math
 import sys
 import tracemalloc
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import data
 from tests.harness import samples
+from tests.harness.launchers import EXAMPLES, ROOT
 
 PROCESSES = st.integers(1, 4096)
+SHARD = "range(rank, len(test_set), args.world_size)"  # in every train.py
+COMPILED = compile(SHARD, "train.py", "eval")
+
+
+def evaluation_shard(size: int, rank: int, world_size: int) -> range:
+    """Return the test indices of one process, by the expression that stands in every train.py."""
+    return eval(COMPILED, {"rank": rank, "test_set": range(size), "args": argparse.Namespace(world_size=world_size)})
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_expression_is_used(name: str) -> None:
+    """The expression that is tested here is the one in train.py."""
+    assert (ROOT / "examples" / name / "train.py").read_text().count(f"    shard = {SHARD}\n") == 1
 
 
 @settings(max_examples=8, deadline=None)
@@ -29,15 +45,28 @@ def test_training_shards(world_size: int, share: int, rest: int, batch_size: int
         assert [index for batch in steps for index in batch] == shards[rank][: len(steps) * batch_size]
 
 
+@settings(deadline=None)
 @given(size=st.integers(0, 20_000), world_size=PROCESSES)
 def test_evaluation_shards(size: int, world_size: int) -> None:
     """Each test sample is evaluated exactly once, by processes that have as many as each other, or one more."""
-    shards = [data.evaluation_shard(size, rank, world_size) for rank in range(world_size)]
+    shards = [evaluation_shard(size, rank, world_size) for rank in range(world_size)]
     assert sorted(index for shard in shards for index in shard) == list(range(size))
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
-@settings(max_examples=20)
+@settings(deadline=None)
+@given(size=st.integers(1, 20_000), world_size=st.integers(1, 64), batch_size=st.integers(1, 300))
+def test_equally_many_forward_passes(size: int, world_size: int, batch_size: int) -> None:
+    """deepspeed fills up each process's batches of the test set to as many as the first process has."""
+    assert (
+        "math.ceil(len(test_set) / (args.world_size * args.batch_size))"
+        in (ROOT / "examples" / "deepspeed" / "train.py").read_text()
+    )
+    longest = math.ceil(len(evaluation_shard(size, 0, world_size)) / batch_size)
+    assert math.ceil(size / (world_size * batch_size)) == longest
+
+
+@settings(max_examples=20, deadline=None)
 @given(world_size=PROCESSES, epoch=st.integers(0, 1000))
 def test_order_of_samples(world_size: int, epoch: int) -> None:
     """One batch of all processes has the samples that one process would take for it, whatever their number.
@@ -83,7 +112,7 @@ def test_work_per_process() -> None:
     def share(world_size: int) -> Callable[[], object]:
         return lambda: (
             samples.batches(20_000, world_size - 1, world_size, 4),
-            list(data.evaluation_shard(20_000, world_size - 1, world_size)),
+            list(evaluation_shard(20_000, world_size - 1, world_size)),
         )
 
     share(1)()  # what is only loaded once

@@ -36,7 +36,7 @@ def stop(run: runs.Run, number: signal.Signals, pid: Callable[[], int]) -> tuple
     run.read_until(" | train loss")
     os.kill(pid(), number)
     run.wait(60)
-    stops = re.findall(r"stopped by a signal after step (\d+) of epoch (\d+): --resume continues", run.stdout)
+    stops = re.findall(r"stopped by a signal after step (\d+) of epoch (\d+): use --resume", run.stdout)
     assert len(stops) == 1 and "finished" not in run.stdout, run.stdout
     step, epoch = map(int, stops[0])
     assert (epoch, step) == position(run.folder / "output") and step > 0
@@ -67,7 +67,7 @@ def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -
 
 def test_worker_killed_and_started_again(example: str, folder: Path, reference: Reference) -> None:
     """SIGKILL to one worker in mid-epoch: torchrun starts the group again, which continues from that epoch's steps."""
-    run = restarting(folder, "--checkpoint-every", "1")
+    run = restarting(folder, "--checkpoint-every", "1", "--resume")
     run.read_until("epoch  1/")
     wait_until(lambda: position(folder / "output") >= (2, 2), 60, "a checkpoint in mid-epoch")
     os.kill(max(run.workers()), signal.SIGKILL)
@@ -105,16 +105,16 @@ register_optimizer_step_pre_hook(note_norm)
 """
 
 
-def test_accumulate(example: str, folder: Path) -> None:
-    """--accumulate 2 with batch 16 takes the steps of batch 32, clipping included, and exchanges as many gradients."""
+def test_gradient_accumulation(example: str, folder: Path) -> None:
+    """2 batches of 16 per step take the steps of batch 32, clipping included, and exchange as many gradients."""
     (folder / "counting.py").write_text(COUNTING)
-    line = "    describe(args, device, checkpoint)\n"
-    count = "    replica.register_comm_hook(None, __import__('counting').hook)\n"
+    line = "    print_header(args, device, checkpoint)\n"
+    count = "    ddp_model.register_comm_hook(None, __import__('counting').hook)\n"
     edits.edit(folder / "train.py", line, count + line)
     models, exchanges, norms = {}, {}, {}
-    arguments = {"accumulated": "--batch-size 16 --accumulate 2", "whole": "--batch-size 32"}
+    arguments = {"accumulated": "--batch-size 16 --gradient-accumulation-steps 2", "whole": "--batch-size 32"}
     for name, words in arguments.items():
-        common = ["--clip-norm", 0.5, "--precision", "fp64", "--epochs", 1, "--output-dir", name]
+        common = ["--max-grad-norm", 0.5, "--precision", "fp64", "--epochs", 1, "--output-dir", name]
         run = runs.train(example, folder, 2, *words.split(), *common)
         assert "global batch 64" in run.stdout
         models[name] = outputs.read_model(folder / name)
@@ -141,7 +141,7 @@ def test_gradient_checkpointing(example: str, folder: Path, reference: Reference
 
 
 def test_torchrun_killed(example: str, folder: Path) -> None:
-    """SIGKILL to torchrun alone: its processes end with it, none trains on unseen."""
+    """SIGKILL to torchrun alone: its processes end with it."""
     run = runs.start(example, folder, 2, "--epochs", 1000)
     run.read_until("epoch  1/")
     os.kill(run.process.pid, signal.SIGKILL)
@@ -151,7 +151,7 @@ def test_torchrun_killed(example: str, folder: Path) -> None:
 
 @pytest.mark.faults  # "disk full" in slurm/test_faults.py asks for the same line
 def test_output_folder_removed(example: str, folder: Path) -> None:
-    """A checkpoint that cannot be written, in the background, ends the run with one clear line."""
+    """A checkpoint that cannot be written ends the run with one clear line."""
     run = runs.start(example, folder, 2)
     run.read_until("epoch  1/")
     shutil.rmtree(folder / "output")
@@ -163,8 +163,8 @@ def test_output_folder_removed(example: str, folder: Path) -> None:
 
 @pytest.mark.faults
 def test_checkpoint_that_cannot_be_made(example: str, folder: Path) -> None:
-    """What cannot be pickled fails in the background, and ends the run with its traceback: no night without a save."""
-    line = '"run": os.environ["TORCHELASTIC_RUN_ID"]}'
+    """A state that cannot be pickled ends the run with its traceback: no night without a checkpoint."""
+    line = '"settings": resume_settings(args)}'
     edits.edit(folder / "train.py", line, f"{line} | {{'mine': lambda: 0}}")
     run = runs.start(example, folder, 2).wait(120)
     assert run.status == 1 and re.search("Error: Can't (pickle|get local)", run.stderr), run.stderr
@@ -187,10 +187,10 @@ def test_more_processes_than_gpus(example: str, folder: Path) -> None:
 def test_bad_input(example: str, folder: Path) -> None:
     """Bad values of its own flags are refused with one clear line each."""
     texts = {
-        "--accumulate 0": ["--accumulate", "1 or more"],
+        "--gradient-accumulation-steps 0": ["--gradient-accumulation-steps", "1 or more"],
         "--checkpoint-every 0": ["--checkpoint-every", "1 or more"],
-        "--clip-norm 0": ["--clip-norm", "above 0"],
+        "--max-grad-norm 0": ["--max-grad-norm", "above 0"],
     }
     refusals.assert_arguments_refused(folder, texts)
-    run = runs.start(example, folder, 2, "--batch-size", 100, "--accumulate", 8).wait(120)
-    refusals.assert_refused(run, 1, "--batch-size 100 times --accumulate 8", "719")
+    run = runs.start(example, folder, 2, "--batch-size", 100, "--gradient-accumulation-steps", 8).wait(120)
+    refusals.assert_refused(run, 1, "--batch-size 100 times --gradient-accumulation-steps 8", "719")

@@ -1,7 +1,10 @@
-"""Train a ConvNet on the GPUs of one machine, or on CPU processes, started by torch.multiprocessing.spawn.
+"""Train a ConvNet with DistributedDataParallel (DDP) on the GPUs of one machine, or on several CPU processes.
 
 Locally:   python train.py --processes 2
 On SLURM:  sbatch run.slurm --epochs 10
+
+Comments with a tag, such as "ddp:", mark what a script for a single process would not need.
+If a process dies or hangs, the others end with an error too; --resume then continues from the last checkpoint.
 """
 
 import argparse
@@ -9,11 +12,9 @@ import errno
 import fcntl
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -31,141 +32,277 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from common import data
 from common.models import ConvNet
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}  # of the weights; bf16 is autocast
-COLUMNS = "epoch,train_loss,test_loss,test_accuracy,samples_per_second,seconds,world_size"
+DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}  # of the weights; with bf16, autocast
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--dataset", choices=data.NAMES, default="digits")
-    parser.add_argument("--data-dir", default="data", help="where the files of mnist and fashion_mnist are")
-    parser.add_argument("--epochs", type=int, default=5, help="in all, those before a resume included")
-    parser.add_argument("--batch-size", type=int, default=64, help="samples per process and step")
+    parser.add_argument("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
+    parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
+    parser.add_argument("--batch-size", type=int, default=64, help="samples per batch of each process")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--scale-lr", action="store_true", help="multiply --lr by the number of processes")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the samples")
-    parser.add_argument("--precision", choices=DTYPES, default="fp32")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds a collective may take")
-    parser.add_argument("--output-dir", type=Path, default="output", help="everything the run writes")
+    parser.add_argument("--seed", type=int, default=0, help="seed for initial weights and shuffling")
+    parser.add_argument("--precision", choices=DTYPES, default="fp32", help="bf16: mixed precision; fp64: for tests")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
+    parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
     parser.add_argument("--processes", type=int, default=torch.cuda.device_count() or 2, help="one per GPU, if any")
     args = parser.parse_args()
-    check_gpus()
-    for name in ("epochs", "batch_size", "timeout", "processes"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}")
-    if not 0 <= args.lr < float("inf"):
-        parser.error(f"--lr must be 0 or more, not {args.lr}")
-    if 0 < torch.cuda.device_count() < args.processes:
-        parser.error(f"--processes {args.processes} is more than the {torch.cuda.device_count()} GPUs of this node")
-    nodes = os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_JOB_NUM_NODES", "1")
-    if nodes != "1":
-        parser.error(f"spawn cannot leave its node, and this job has {nodes}: use --nodes=1 or torchrun_multinode")
-    if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        parser.error("srun started several copies of this script, which starts its own processes: use --ntasks=1")
+    args.world_size = args.processes
+    check_args(parser, args)
     return args
 
 
-def check_gpus():
-    """Refuse to train on CPU where the job has GPUs, which PyTorch cannot use, unless ALLOW_CPU=1 permits it."""
-    gpus = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
-    if gpus == 0 or torch.cuda.is_available() or os.environ.get("ALLOW_CPU") == "1":
-        return
-    driver, query = "no nvidia-smi", "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
-    if shutil.which("nvidia-smi"):
-        driver = subprocess.getoutput(query).partition("\n")[0]
-    builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
-    built = next((f"{name} {version}" for name, version in builds.items() if version), "CPUs only")
-    problem = f"PyTorch {torch.__version__}, built for {built}, cannot use the {gpus} GPUs of this job"
-    remedy = (
-        "install a build that can, on such a node: UV_TORCH_BACKEND=auto uv pip install --reinstall torch torchvision"
-    )
-    remedy += " (or train on the CPUs: ALLOW_CPU=1)"
-    fail(f"{problem} (NVIDIA driver: {driver}): {remedy}")
-
-
-def fail(message):
-    """Print one line in argparse's form and end with status 2, at once: other processes may never answer again."""
-    print(f"train.py: error: {message}", file=sys.stderr, flush=True)
-    os._exit(2)
-
-
-def end_with_parent():
-    """Wait for the parent's end, whatever its cause, and end this process too."""
-    mp.parent_process().join()
-    os._exit(1)
-
-
-def setup(args, rank, port):
-    """Share out the cores, join the process group, and return this process's device."""
-    threading.Thread(target=end_with_parent, daemon=True).start()  # ddp: nothing trains on unseen
+def setup(args, local_rank, port):
+    """Set the number of threads, join the process group, and return this process's device."""
+    prepare_process(args)
     cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) or len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // args.processes))  # the default is all cores for each process: far slower
-    warnings.filterwarnings("ignore", "Grad strides")  # ddp: conv1's, harmless: one channel suits both layouts
-    sys.stdout.reconfigure(line_buffering=True)  # each line reaches the log at once
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
+    torch.set_num_threads(max(1, cores // args.processes))  # by default each process would use all cores: slower
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ddp: one machine only, so its name need not resolve
     timeout = timedelta(seconds=args.timeout)
-    store = dist.TCPStore("127.0.0.1", port, timeout=timeout)  # ddp: the parent's, where the processes meet
-    dist.init_process_group(  # ddp:
-        "nccl" if cuda else "gloo", store=store, rank=rank, world_size=args.processes, timeout=timeout
+    store = dist.TCPStore("127.0.0.1", port, timeout=timeout)  # ddp: here the processes exchange their addresses
+    backend = "nccl" if device.type == "cuda" else "gloo"  # ddp: NCCL connects GPUs, Gloo connects CPU processes
+    dist.init_process_group(  # ddp: waits for all processes and connects them
+        backend, store=store, rank=local_rank, world_size=args.world_size, timeout=timeout
     )
     return device
 
 
-def settings(args):
-    """Return what a resumed run must not change."""
-    names = ("dataset", "batch_size", "lr", "scale_lr", "seed", "precision")
-    return {"world_size": args.processes} | {name: getattr(args, name) for name in names}
+def train_one_epoch(args, ddp_model, train_loader, optimizer, device):
+    """Return the mean training loss and the number of samples, both over all processes, and the time in seconds."""
+    ddp_model.train()
+    start = time.perf_counter()
+    sums = torch.zeros(
+        2, dtype=torch.float64, device=device
+    )  # loss, samples: on the device, so that no step waits for them
+    for images, labels in train_loader:
+        images, labels = images.to(device, DTYPES[args.precision]), labels.to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            logits = ddp_model(images)
+        loss = F.cross_entropy(logits.to(images.dtype), labels)
+        loss.backward()  # ddp: averages the gradients over all processes
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += len(labels)
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.all_reduce(sums)  # ddp: sum over all processes
+    loss_sum, samples = sums.tolist()
+    return loss_sum / samples, samples, time.perf_counter() - start
+
+
+@torch.no_grad()
+def evaluate(args, model, test_loader, device):
+    """Return the mean test loss and the accuracy, from 0 to 1, over the samples of all processes."""
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
+    for images, labels in test_loader:
+        images, labels = images.to(device, DTYPES[args.precision]), labels.to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            logits = model(images)
+        sums[0] += F.cross_entropy(logits.to(images.dtype), labels, reduction="sum")
+        sums[1] += (logits.argmax(1) == labels).sum()
+        sums[2] += len(labels)
+    dist.all_reduce(sums)  # ddp: sum over all processes
+    loss_sum, correct, samples = sums.tolist()
+    return loss_sum / samples, correct / samples
+
+
+def main(rank, args, port):
+    """Train as process number `rank` of args.world_size; `port` is the port of the TCPStore that launch() opened."""
+    train_set, test_set = load_data(args)
+    device = setup(args, rank, port)
+    checkpoint = broadcast_checkpoint(args, rank, device)
+
+    # Data: a batch is read by indexing the data set with a list of indices, therefore batch_size=None.
+    # ddp: shuffled shards of equal length, so that all processes take the same number of steps
+    sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
+    batches = BatchSampler(sampler, args.batch_size, drop_last=True)
+    train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
+    # ddp: each test sample exactly once; a DistributedSampler would repeat some to make the shards equally long
+    shard = range(rank, len(test_set), args.world_size)
+    test_loader = DataLoader(test_set, sampler=BatchSampler(shard, args.batch_size, drop_last=False), batch_size=None)
+
+    # Model, optimizer, and their state if the run is resumed.
+    torch.manual_seed(args.seed)
+    model = ConvNet().to(device, DTYPES[args.precision])
+    lr = args.lr * (args.world_size if args.scale_lr else 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr)
+    history = []  # one dict per epoch: the rows of metrics.csv
+    if checkpoint:
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        optimizer.param_groups[0]["lr"] = lr  # not the checkpoint's: --lr may have been changed
+        history = checkpoint["history"]
+    # ddp: shares the weights of `model`, and averages their gradients over all processes in the backward pass
+    ddp_model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    # For bit-identical results after a resume; the zeros have the shape of the model's input.
+    fix_summation_order(ddp_model, torch.zeros(1, 1, 28, 28, device=device, dtype=DTYPES[args.precision]))
+
+    # Train
+    print_header(args, device, checkpoint)
+    for epoch in range(len(history) + 1, args.epochs + 1):
+        sampler.set_epoch(epoch - 1)  # ddp: another order in each epoch, the same in all processes
+        train_loss, count, seconds = train_one_epoch(args, ddp_model, train_loader, optimizer, device)
+        test_loss, test_accuracy = evaluate(args, model, test_loader, device)
+        row = {"epoch": epoch, "train_loss": train_loss, "test_loss": test_loss, "test_accuracy": test_accuracy}
+        history.append(row | {"samples_per_second": count / seconds, "seconds": seconds, "world_size": args.world_size})
+        save_checkpoint(args, model, optimizer, history)  # ddp: rank 0 writes; all have the same weights
+        print_epoch(args, history[-1])
+
+    # Finish
+    if rank == 0:
+        write(args.output_dir / "model.pt", lambda file: torch.save(model.cpu().state_dict(), file))
+    shut_down(f"finished: test acc {history[-1]['test_accuracy']:.2%}, model in {args.output_dir / 'model.pt'}")
+
+
+def launch(args):
+    """Start the processes and wait for them; if one fails, end the others and report why."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process immediately, and the others with it
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # ddp: port 0 means any free port
+    mp.set_forkserver_preload(["torch._dynamo"])  # torch, and what AdamW needs of it, is imported only once
+    # ddp: each process calls main(rank, args, port); like mp.spawn, but forkserver saves seconds and 200 MB per process
+    context = mp.start_processes(main, (args, store.port), args.world_size, join=False, start_method="forkserver")
+    try:
+        while not context.join(grace_period=5):  # returns False each time that one process has ended well
+            pass
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        report_failure(context, error)
+
+
+# ---- Below: what makes runs restartable and errors readable. Skip it on a first reading. ----
+
+
+def fail(message):
+    """Print an error in the style of argparse and exit immediately: waiting for other processes could hang."""
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+def check_args(parser, args):
+    """Refuse arguments that cannot work."""
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1 and name != "seed":
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+    if not 0 <= args.lr < float("inf"):
+        parser.error(f"--lr must be 0 or more, not {args.lr}")
+    if 0 < torch.cuda.device_count() < args.world_size:
+        parser.error(f"--processes {args.world_size} is more than the {torch.cuda.device_count()} GPUs of this node")
+    check_gpus()
+
+
+def check_gpus():
+    """Refuse to train on the CPU if the job has GPUs that PyTorch cannot use; ALLOW_CPU=1 permits it."""
+    gpus = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+    if gpus and not torch.cuda.is_available() and os.environ.get("ALLOW_CPU") != "1":
+        driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader").partition("\n")[0]
+        fail(
+            f"PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use the {gpus} GPUs of this job "
+            f"(NVIDIA driver: {driver}). Install a build that can, on a node with GPUs: UV_TORCH_BACKEND=auto "
+            "uv pip install --reinstall torch torchvision. To train on the CPU all the same, set ALLOW_CPU=1"
+        )
+
+
+def prepare_process(args):
+    """Make this process end when its launcher does; print lines immediately; set up Gloo; silence a warning."""
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    sys.stdout.reconfigure(line_buffering=True)
+    if args.processes == args.world_size:
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", "lo"
+        )  # on one machine: works even if its host name cannot be resolved
+    # DDP warns about the strides of conv1's gradient. It is harmless: with one channel, both memory layouts are equal.
+    warnings.filterwarnings("ignore", "Grad strides")
+
+
+def exit_with_parent():
+    """Wait until the parent has ended, for whatever reason, and exit: no worker outlives its launcher."""
+    mp.parent_process().join()
+    os._exit(1)
+
+
+def load_data(args):
+    """Return the training and the test set; fail if they are missing, or too small for --batch-size."""
+    try:
+        train_set, test_set = data.load(args.dataset, args.data_dir)
+    except data.DataError as error:
+        fail(error)
+    if args.batch_size > (share := len(train_set) // args.world_size):
+        fail(f"--batch-size {args.batch_size} is above the {share} samples of each process")
+    return train_set, test_set
+
+
+def fix_summation_order(ddp_model, zeros):
+    """Do one backward pass, after which DDP settles in which order it sums gradients for the rest of the run.
+
+    A resumed run then sums in the same order as an uninterrupted one, and its results are bit-identical.
+    """
+    ddp_model.eval()  # leaves the statistics of BatchNorm layers unchanged
+    ddp_model(zeros).sum().backward()
+    ddp_model.zero_grad()
+    ddp_model.train()
+
+
+def resume_settings(args):
+    """Return the settings that a resumed run must share with the run that it continues."""
+    names = ("world_size", "dataset", "batch_size", "seed", "precision")
+    return {name: getattr(args, name) for name in names}
 
 
 def lock(folder):
-    """Raise BlockingIOError if another run holds this lock; else hold it until this process ends, however it ends."""
-    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks: do without
-            raise
-
-
-def read_checkpoint(args, path):
-    """Return the checkpoint (None: there is none) and what is wrong (None: nothing); the file stays as it is."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
-        lock(path.parent)
+    """Lock the folder until this process exits or is killed; return an error message or None."""
+    try:  # the file stays open on purpose: closing it would release the lock
+        folder.mkdir(parents=True, exist_ok=True)
+        fcntl.lockf(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return None, f"another run is writing to --output-dir {path.parent}: wait for its end, or choose another folder"
+        return f"another run is writing to --output-dir {folder}: wait for its end, or choose another folder"
     except OSError as error:
-        return None, f"cannot write to --output-dir {path.parent} ({error.strerror}): choose another folder"
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # without locks there, continue
+            return f"cannot write to --output-dir {folder} ({error.strerror}): choose another folder"
+
+
+def read_checkpoint(args):
+    """Lock the output folder; return (checkpoint or None, error message or None). Never modifies a checkpoint."""
+    path = args.output_dir / "checkpoint.pt"
+    if error := lock(args.output_dir):
+        return None, error
     if not path.exists():
         return None, None
     if not args.resume:
         return None, f"{path} is from an earlier run: add --resume to continue it, or choose another --output-dir"
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        damaged = zipfile.ZipFile(path).testzip()  # torch.load does not notice a flipped bit
-        changed = [f"{key} {old}" for key, old in checkpoint["settings"].items() if old != settings(args)[key]]
-        done = len(checkpoint["history"])
+        damage = zipfile.ZipFile(path).testzip()  # torch.load does not notice a flipped bit
+        epochs, settings = len(checkpoint["history"]), resume_settings(args)
+        changed = [f"{name} {old}" for name, old in checkpoint["settings"].items() if old != settings[name]]
     except OSError as error:
-        return None, f"cannot read {path} ({error.strerror}): mend that, then continue with --resume"
+        return None, f"cannot read {path} ({error.strerror}): correct that, then continue with --resume"
     except Exception as error:  # a damaged file makes torch.load raise almost anything
-        damaged = repr(error)
-    if damaged:
-        return None, f"{path} is damaged ({damaged}): move it away to start anew, or put a good copy in its place"
+        damage = repr(error)
+    if damage:
+        return None, f"{path} is damaged ({damage}): move it away to start over, or restore a good copy"
     if changed:
-        return None, f"{path} is from a run with {', '.join(changed)}: use the same, or another --output-dir"
-    if done > args.epochs:
-        return None, f"{path} has {done} epochs behind it: --epochs {args.epochs} must not be less"
+        return None, f"{path} is from a run with {', '.join(changed)}: use the same settings, or another --output-dir"
+    if epochs > args.epochs:
+        return None, f"{path} already contains {epochs} epochs: use --epochs {epochs} or more, not {args.epochs}"
     return checkpoint, None
 
 
+def broadcast_checkpoint(args, rank, device):
+    """Return the checkpoint that rank 0 reads and sends to all, or None; other nodes may not see the file yet."""
+    found = [read_checkpoint(args) if rank == 0 else None]
+    dist.broadcast_object_list(found, device=device)
+    checkpoint, error = found[0]
+    if error:
+        fail(error)
+    return checkpoint
+
+
 def write(path, save):
-    """Write a file whole or not at all: save(file) fills a temporary file, which then takes the place of `path`."""
+    """Write a file atomically: save(file) writes a temporary file, which is then renamed to `path`."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -175,131 +312,58 @@ def write(path, save):
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
         temporary.unlink(missing_ok=True)
-        fail(f"cannot write {path} ({error}): is the disk or a quota full? Mend that, then continue with --resume")
+        fail(f"cannot write {path} ({error}): is the disk full, or your quota? Free some space, then use --resume")
 
 
-def train_one_epoch(args, model, loader, optimizer, device):
-    """Return the mean training loss and the number of samples, both over all processes."""
-    model.train()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples: read once an epoch, not once a step
-    for images, labels in loader:
-        images, labels = images.to(device, DTYPES[args.precision]), labels.to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-            logits = model(images)
-        loss = F.cross_entropy(logits.to(images.dtype), labels)
-        optimizer.zero_grad()
-        loss.backward()  # ddp: averages the gradients over all processes
-        optimizer.step()
-        sums[0] += loss.detach() * len(labels)
-        sums[1] += len(labels)
-    dist.all_reduce(sums)  # ddp:
-    loss_sum, samples = sums.tolist()
-    return loss_sum / samples, samples
+def save_checkpoint(args, model, optimizer, history):
+    """Write metrics.csv, then the checkpoint; a kill between the two leaves a row too many, which a resume rewrites."""
+    if dist.get_rank() > 0:
+        return
+    rows = [history[0].keys(), *(row.values() for row in history)]
+    text = "".join(",".join(map(str, row)) + "\n" for row in rows)
+    write(args.output_dir / "metrics.csv", lambda file: file.write(text.encode()))
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "history": history}
+    state["settings"] = resume_settings(args)
+    write(args.output_dir / "checkpoint.pt", lambda file: torch.save(state, file))
 
 
-@torch.no_grad()
-def evaluate(args, model, loader, device):
-    """Return the mean test loss and the accuracy, 0 to 1, over all processes: each sample counts once."""
-    model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
-    for images, labels in loader:
-        images, labels = images.to(device, DTYPES[args.precision]), labels.to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-            logits = model(images)
-        sums[0] += F.cross_entropy(logits.to(images.dtype), labels, reduction="sum")
-        sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
-    dist.all_reduce(sums)  # ddp:
-    loss_sum, correct, samples = sums.tolist()
-    return loss_sum / samples, correct / samples
-
-
-def save_epoch(args, model, optimizer, history):
-    """Write metrics.csv and the checkpoint, then print the last epoch's line."""
-    rows = "".join(",".join(map(str, row)) + "\n" for row in history)
-    write(args.output_dir / "metrics.csv", lambda file: file.write(f"{COLUMNS}\n{rows}".encode()))
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state |= {"history": history, "settings": settings(args)}
-    write(args.output_dir / "checkpoint.pt", lambda file: torch.save(state, file))  # last, so that no row can be lost
-    epoch, train_loss, test_loss, accuracy, speed, seconds, _ = history[-1]
-    losses = f"train loss {train_loss:.4f} | test loss {test_loss:.4f} | test acc {accuracy:7.2%}"
-    print(f"epoch {epoch:2}/{args.epochs} | {losses} | {speed:5.0f} samples/s | {seconds:6.2f} s")
-
-
-def main(rank, args, port):
-    """Train as process `rank` of args.processes; `port` is where the parent's store listens."""
-    world_size = args.processes
-    try:
-        train_set, test_set = data.load(args.dataset, args.data_dir)
-    except data.DataError as error:
-        fail(error)
-    if args.batch_size > len(train_set) // world_size:
-        fail(f"--batch-size {args.batch_size} is above the {len(train_set) // world_size} samples of each process")
-    device = setup(args, rank, port)
-    found = [read_checkpoint(args, args.output_dir / "checkpoint.pt") if rank == 0 else None]
-    dist.broadcast_object_list(found, device=device)  # ddp: rank 0 decides; others may not see the file yet
-    checkpoint, problem = found[0]
-    if problem:
-        fail(problem)
-
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # ddp:
-    loader = DataLoader(train_set, sampler=BatchSampler(sampler, args.batch_size, drop_last=True), batch_size=None)
-    shard = data.evaluation_shard(len(test_set), rank, world_size)  # ddp: each sample once
-    test_loader = DataLoader(test_set, sampler=BatchSampler(shard, args.batch_size, drop_last=False), batch_size=None)
-    torch.manual_seed(args.seed)
-    model = ConvNet().to(device, DTYPES[args.precision])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr * (world_size if args.scale_lr else 1))
-    history = []
+def print_header(args, device, checkpoint):
+    """Print what this run is and, if it is resumed, where it continues."""
+    if dist.get_rank() > 0:
+        return
+    threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each"
+    where = f"{args.world_size} processes on 1 node, {dist.get_backend()} on {device.type}, {threads}"
+    print(f"ConvNet on {args.dataset}: {where}, global batch {args.world_size * args.batch_size}")
     if checkpoint:
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        history = checkpoint["history"]
-    replica = DistributedDataParallel(model, device_ids=[rank] if device.type == "cuda" else None)  # ddp:
-    # ddp: its first backward settles in which order gradients are added. Once now, so that a resumed run adds alike.
-    replica(torch.zeros(1, 1, 28, 28, device=device, dtype=DTYPES[args.precision])).sum().backward()
-    if rank == 0:
-        where = f"{world_size} processes on 1 node, {dist.get_backend()} on {device.type}"
-        threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} each"
-        print(f"ConvNet on {args.dataset}: {where}, {threads}, global batch {world_size * args.batch_size}")
-        if history:
-            print(f"continuing after epoch {len(history)} of {args.epochs}")
-    for epoch in range(len(history), args.epochs):
-        sampler.set_epoch(epoch)  # ddp: another order each epoch
-        start = time.perf_counter()
-        train_loss, samples = train_one_epoch(args, replica, loader, optimizer, device)
-        seconds = time.perf_counter() - start
-        test_loss, accuracy = evaluate(args, model, test_loader, device)
-        history.append((epoch + 1, train_loss, test_loss, accuracy, samples / seconds, seconds, world_size))
-        if rank == 0:
-            save_epoch(args, model, optimizer, history)
-    if rank == 0:
-        weights = {name: weight.cpu() for name, weight in model.state_dict().items()}
-        write(args.output_dir / "model.pt", lambda file: torch.save(weights, file))
-        print(f"finished: test acc {history[-1][3]:.2%}, model in {args.output_dir / 'model.pt'}")
-    dist.destroy_process_group()  # ddp:
+        print(f"continuing after epoch {len(checkpoint['history'])} of {args.epochs}")
 
 
-def launch(args):
-    """Start the processes and wait for them; if one fails, end them all."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # ddp: port 0 is any free port
-    mp.set_forkserver_preload(["torch._dynamo"])  # ddp: import torch, and what AdamW will, once for all processes
-    processes = mp.start_processes(  # ddp: mp.spawn, but for the start method: seconds and 200 MB a process less
-        main, args=(args, store.port), nprocs=args.processes, join=False, start_method="forkserver"
-    )
-    try:
-        while not processes.join(grace_period=5):
-            pass
-    except (mp.ProcessRaisedException, mp.ProcessExitedException):
-        ends = [process.exitcode for process in processes.processes]
-        if 2 in ends:
-            sys.exit(2)  # that process has said why
-        for file in filter(os.path.exists, processes.error_files):  # all of them: one may follow from another
-            print(pickle.loads(Path(file).read_bytes()), file=sys.stderr)
-        names = [signal.Signals(-end).name if end < 0 else f"status {end}" for end in ends]
-        each = ", ".join(f"process {rank} ended with {name}" for rank, name in enumerate(names))
-        sys.exit(f"train.py: error: {each}: mend that, then continue with --resume")
-    except KeyboardInterrupt:
-        os._exit(130)  # the processes end with this one
+def print_epoch(args, row):
+    """Print the metrics of an epoch in one line, on rank 0."""
+    if dist.get_rank() > 0:
+        return
+    losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
+    speed = f"{row['samples_per_second']:5.0f} samples/s | {row['seconds']:6.2f} s"
+    print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | test acc {row['test_accuracy']:7.2%} | {speed}")
+
+
+def shut_down(message):
+    """Wait for all processes, print the message on rank 0, leave the process group, and end this process."""
+    dist.barrier()  # ddp: rank 0 may still be writing; srun --wait ends it some time after the others
+    if dist.get_rank() == 0:
+        print(message)
+    dist.destroy_process_group()  # ddp: disconnect
+    os._exit(0)  # skip interpreter shutdown, during which Gloo's threads can abort the process
+
+
+def report_failure(context, error):
+    """Print the tracebacks of all processes, since the failure of one often causes that of others, and exit."""
+    if any(process.exitcode == 2 for process in context.processes):
+        sys.exit(2)  # fail() has printed the error
+    for file in filter(os.path.exists, context.error_files):
+        print(pickle.loads(Path(file).read_bytes()), file=sys.stderr)
+    cause = getattr(error, "signal_name", None) or "an exception"
+    sys.exit(f"train.py: error: process {error.error_index} ended with {cause}: correct that, then use --resume")
 
 
 if __name__ == "__main__":

@@ -2,18 +2,21 @@
 
 Locally:   horovodrun --gloo -np 2 python train.py
 On SLURM:  sbatch run.slurm --epochs 10
+
+Comments that begin with "horovod:" mark what a script for a single process would not need.
+If a process dies or hangs, the others end with an error too; --resume then continues from the last checkpoint.
+train_lm.py imports functions from this file.
 """
 
 import argparse
-import contextlib
 import errno
 import faulthandler
 import fcntl
 import os
 import sys
-import tempfile
 import time
 import zipfile
+from itertools import islice
 from pathlib import Path
 
 import horovod.torch as hvd
@@ -24,139 +27,291 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from common import data
 from common.models import ConvNet
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}  # of the weights; bf16 is autocast
-COLUMNS = "epoch,train_loss,test_loss,test_accuracy,samples_per_second,seconds,world_size"
-MAY_CHANGE = ("data_dir", "epochs", "timeout", "output_dir", "resume")  # these arguments, on a resume
-LAUNCHED = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")  # one is set by every launcher
+DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}  # of the weights; with bf16, autocast
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--dataset", choices=data.NAMES, default="digits")
-    parser.add_argument("--data-dir", default="data", help="where the files of mnist and fashion_mnist are")
-    parser.add_argument("--epochs", type=int, default=5, help="in all, those before a resume included")
-    parser.add_argument("--batch-size", type=int, default=64, help="samples per process and step")
+    parser.add_argument("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
+    parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
+    parser.add_argument("--batch-size", type=int, default=64, help="samples per batch of each process")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
-    parser.add_argument("--scale-lr", action="store_true", help="multiply --lr by the number of processes")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the samples")
-    parser.add_argument("--precision", choices=DTYPES, default="fp32")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds a collective may take")
-    parser.add_argument("--output-dir", type=Path, default="output", help="everything the run writes")
+    parser.add_argument("--scale-lr", action="store_true", help="multiply --lr by the number of batches in a step")
+    parser.add_argument("--seed", type=int, default=0, help="seed for initial weights and shuffling")
+    parser.add_argument("--precision", choices=DTYPES, default="fp32", help="bf16: mixed precision; fp64: for tests")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds that a step, or the start, may take")
+    parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    parser.add_argument("--warmup-epochs", type=int, default=0, help="in which --scale-lr raises the learning rate")
-    parser.add_argument("--fp16-allreduce", action="store_true", help="send the gradients as 16-bit numbers")
-    parser.add_argument("--batches-per-allreduce", type=int, default=1, help="batches that make one step")
+    add_horovod_arguments(parser)
     args = parser.parse_args()
-    for name in ("epochs", "batch_size", "timeout", "batches_per_allreduce"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}")
-    if not 0 <= args.lr < float("inf"):
-        parser.error(f"--lr must be 0 or more, not {args.lr}")
-    if args.warmup_epochs < 0 or args.warmup_epochs and not args.scale_lr:
-        parser.error(f"--warmup-epochs {args.warmup_epochs} needs --scale-lr, and must be 0 or more")
+    check_args(parser, args)
     return args
 
 
+def add_horovod_arguments(parser):
+    """Add the arguments that train.py and train_lm.py share."""
+    names = ("--gradient-accumulation-steps", "--batches-per-allreduce")  # the second is used in Horovod's examples
+    parser.add_argument(*names, type=int, default=1, help="batches per process and step")
+    parser.add_argument("--warmup-epochs", type=int, default=0, help="epochs in which --lr rises to its scaled value")
+    parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients as 16-bit numbers")
+
+
+def setup(args):
+    """Join the other processes, set the number of threads, and return this process's device."""
+    tasks = prepare_process(args)
+    hvd.init()  # horovod: waits for all processes and connects them
+    args.world_size = hvd.size()
+    if args.world_size == 1 and tasks > 1:
+        fail(ALONE.format(tasks))
+    cores = len(os.sched_getaffinity(0)) // hvd.local_size()  # horovod: share the cores of the node
+    if tasks == args.world_size:  # started by srun, which gives each process cores of its own
+        cores = int(os.environ.get("SLURM_CPUS_PER_TASK", cores))
+    # By default each process would use all cores: slower.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores))
+    return torch.device("cpu")
+
+
+def learning_rate(args, epoch):
+    """Return the learning rate at `epoch`; 2.5 is the middle of the third epoch (warm-up: Goyal et al. 2017)."""
+    factor = args.world_size * args.gradient_accumulation_steps if args.scale_lr else 1  # horovod: batches in a step
+    return args.lr * (factor if epoch >= args.warmup_epochs else 1 + (factor - 1) * epoch / args.warmup_epochs)
+
+
+def distribute(args, model, optimizer, checkpoint, resumed):
+    """Give all processes the weights and the state of rank 0; return an optimizer that averages the gradients.
+
+    `checkpoint` is None on all processes but rank 0; `resumed` is the same on all.
+    """
+    optimizer = hvd.DistributedOptimizer(  # horovod: wrap
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
+        backward_passes_per_step=args.gradient_accumulation_steps,
+        op=hvd.Average,
+    )
+    if checkpoint:
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+    if resumed:  # only then, and before the weights: an optimizer that has no state yet takes a step in this function
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # horovod: send rank 0's state to all
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # horovod: send rank 0's weights to all
+    return optimizer
+
+
+def train_one_epoch(args, model, train_loader, optimizer, device, epoch):
+    """Return the mean training loss and the number of samples, both over all processes, and the time in seconds."""
+    model.train()
+    start = time.perf_counter()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
+    steps = len(train_loader) // args.gradient_accumulation_steps
+    for number, (images, labels) in enumerate(islice(train_loader, steps * args.gradient_accumulation_steps)):
+        step, micro_batch = divmod(number, args.gradient_accumulation_steps)
+        optimizer.param_groups[0]["lr"] = learning_rate(args, epoch + step / steps)
+        images, labels = images.to(device, DTYPES[args.precision]), labels.to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            logits = model(images)
+        loss = F.cross_entropy(logits.to(images.dtype), labels)
+        (
+            loss / args.gradient_accumulation_steps
+        ).backward()  # horovod: starts to average the gradients, if the step is complete
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += len(labels)
+        if micro_batch + 1 == args.gradient_accumulation_steps:
+            optimizer.step()  # horovod: waits until all gradients are averaged over all processes
+            optimizer.zero_grad()
+        restart_watchdog(args)
+    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes
+    loss_sum, samples = sums.tolist()
+    return loss_sum / samples, samples, time.perf_counter() - start
+
+
+@torch.no_grad()
+def evaluate(args, model, test_loader, device):
+    """Return the mean test loss and the accuracy, from 0 to 1, over the samples of all processes."""
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
+    for images, labels in test_loader:
+        images, labels = images.to(device, DTYPES[args.precision]), labels.to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            logits = model(images)
+        sums[0] += F.cross_entropy(logits.to(images.dtype), labels, reduction="sum")
+        sums[1] += (logits.argmax(1) == labels).sum()
+        sums[2] += len(labels)
+        restart_watchdog(args)
+    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes
+    loss_sum, correct, samples = sums.tolist()
+    return loss_sum / samples, correct / samples
+
+
+def main(args):
+    """Train as one of the processes that horovodrun, mpirun or srun has started."""
+    device = setup(args)
+    rank = hvd.rank()
+    train_set, test_set = load_data(args)
+    checkpoint, history = find_checkpoint(args)  # the checkpoint on rank 0 only
+
+    # Data: a batch is read by indexing the data set with a list of indices, therefore batch_size=None.
+    # horovod: shuffled shards of equal length, so that all processes take the same number of steps
+    sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
+    batches = BatchSampler(sampler, args.batch_size, drop_last=True)
+    train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
+    # horovod: each test sample exactly once; a DistributedSampler would repeat some to make the shards equally long
+    shard = range(rank, len(test_set), args.world_size)
+    test_loader = DataLoader(test_set, sampler=BatchSampler(shard, args.batch_size, drop_last=False), batch_size=None)
+
+    # Model, optimizer, and their state if the run is resumed.
+    torch.manual_seed(args.seed)
+    model = ConvNet().to(device, DTYPES[args.precision])
+    optimizer = torch.optim.AdamW(model.parameters(), learning_rate(args, 0))
+    optimizer = distribute(args, model, optimizer, checkpoint, resumed=bool(history))
+
+    # Train
+    print_header(args, f"ConvNet on {args.dataset}", device, history)
+    for epoch in range(len(history) + 1, args.epochs + 1):
+        sampler.set_epoch(epoch - 1)  # horovod: another order in each epoch, the same in all processes
+        train_loss, count, seconds = train_one_epoch(args, model, train_loader, optimizer, device, epoch - 1)
+        test_loss, test_accuracy = evaluate(args, model, test_loader, device)
+        row = {"epoch": epoch, "train_loss": train_loss, "test_loss": test_loss, "test_accuracy": test_accuracy}
+        history.append(row | {"samples_per_second": count / seconds, "seconds": seconds, "world_size": args.world_size})
+        save_checkpoint(args, model, optimizer, history)  # horovod: rank 0 writes; all have the same weights
+        print_epoch(args, history[-1])
+
+    # Finish
+    if rank == 0:
+        write(args.output_dir / "model.pt", lambda file: torch.save(model.cpu().state_dict(), file))
+        print(f"finished: test acc {history[-1]['test_accuracy']:.2%}, model in {args.output_dir / 'model.pt'}")
+    shut_down(args)
+
+
+# ---- Below: what makes runs restartable and errors readable. Skip it on a first reading. ----
+
+LAUNCHED = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")  # every launcher sets one of these
+ALONE = "srun started {} tasks that are not connected: use srun --mpi=pmix (srun --mpi=list shows the types)"
+
+
 def fail(message):
-    """Print one line in argparse's form and end with status 2, at once: other processes may never answer again."""
+    """Print an error in the style of argparse and exit immediately: waiting for other processes could hang."""
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
     os._exit(2)
 
 
-@contextlib.contextmanager
-def deadline(args):
-    """End this process, and say where it hung, if what runs inside takes longer than --timeout."""
-    faulthandler.dump_traceback_later(args.timeout, exit=True)  # horovod: MPI itself would wait for ever
-    yield  # after an exception it stays set: the end of the process may hang, too
-    faulthandler.cancel_dump_traceback_later()
-
-
-def refuse(args, message):
-    """Fail where all processes have come to the same message: part in order first, or some would say more."""
-    with deadline(args):
-        hvd.shutdown()  # horovod:
+def fail_together(message):
+    """Like fail(), for an error that all processes have seen: disconnect first, so that none reports a lost peer."""
+    hvd.shutdown()
     fail(message)
 
 
-def setup(args):
-    """Join the other processes, share out the cores, and return this process's rank, the number of all, the device."""
-    sys.stdout.reconfigure(line_buffering=True)  # each line reaches the log at once
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))  # of this srun, if it is one
-    alone = f"srun started {tasks} tasks that know nothing of each other: use srun --mpi=pmix (srun --mpi=list)"
+def restart_watchdog(args):
+    """Make this process end, and print where it hung, unless this function is called again within --timeout.
+
+    It is needed because MPI waits forever for a process that hangs.
+    """
+    faulthandler.dump_traceback_later(args.timeout, exit=True)
+
+
+def check_args(parser, args):
+    """Refuse arguments that cannot work."""
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1 and name not in ("seed", "warmup_epochs"):
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+    if not 0 <= args.lr < float("inf"):
+        parser.error(f"--lr must be 0 or more, not {args.lr}")
+    if args.warmup_epochs < 0 or args.warmup_epochs and not args.scale_lr:
+        parser.error(f"--warmup-epochs {args.warmup_epochs} needs --scale-lr, and must be 0 or more")
+
+
+def prepare_process(args):
+    """Set what must be set before Horovod starts; return the number of tasks that srun started, or 1."""
+    sys.stdout.reconfigure(line_buffering=True)
+    restart_watchdog(args)
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
     if not any(name in os.environ for name in LAUNCHED):
         if tasks > 1:
-            fail(alone)
+            fail(ALONE.format(tasks))
         os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": "lo"}
-    # horovod: fused, gradients are added in an order that depends on the moment: not the same bits with 3 processes
+    # With tensor fusion the summation order depends on timing: 3 or more processes would not reproduce the same bits.
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
-    os.environ.setdefault("HOROVOD_CYCLE_TIME", "5")  # horovod: ms; at 1, the default, it looks too often
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "5")  # ms between checks for gradients to send; measured
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(args.timeout)
-    with deadline(args):
-        hvd.init()  # horovod:
-    if hvd.size() == 1 and tasks > 1:
-        fail(alone)
-    with deadline(args):  # horovod: mpirun may have bound each process to cores of its own
-        shares = hvd.allgather_object((hvd.cross_rank(), os.sched_getaffinity(0)))
-    cores = len(set().union(*(share for node, share in shares if node == hvd.cross_rank())))
-    if tasks == hvd.size() and "SLURM_CPUS_PER_TASK" in os.environ:
-        cores = int(os.environ["SLURM_CPUS_PER_TASK"]) * hvd.local_size()
-    threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores // hvd.local_size())
-    torch.set_num_threads(threads)  # the default is all cores for each process: far slower
-    if hvd.rank() == 0 and threads * hvd.local_size() > cores:
-        crowd = f"{hvd.local_size()} processes with {threads} threads each share {cores} cores"
-        print(f"warning: {crowd}: slow; start fewer, or lower OMP_NUM_THREADS", file=sys.stderr, flush=True)
-    return hvd.rank(), hvd.size(), torch.device("cpu")
+    return tasks
 
 
-def settings(args):
-    """Return what a resumed run must not change."""
-    return {"world_size": hvd.size()} | {name: old for name, old in vars(args).items() if name not in MAY_CHANGE}
+def load_data(args):
+    """Return the training and the test set; fail if they are missing, or too small for --batch-size."""
+    try:
+        train_set, test_set = data.load(args.dataset, args.data_dir)
+    except data.DataError as error:
+        fail_together(error)
+    check_batch_size(args, train_set)
+    return train_set, test_set
+
+
+def check_batch_size(args, train_set):
+    """Fail if a process has too few samples for one step."""
+    share = len(train_set) // args.world_size
+    if args.batch_size * args.gradient_accumulation_steps > share:
+        steps = f" times --gradient-accumulation-steps {args.gradient_accumulation_steps}"
+        fail_together(f"--batch-size {args.batch_size}{steps} is above the {share} samples of each process")
+
+
+def resume_settings(args):
+    """Return the settings that a resumed run must share with the run that it continues."""
+    may_change = ("data_dir", "epochs", "lr", "timeout", "output_dir", "resume")
+    return {name: value for name, value in vars(args).items() if name not in may_change}
 
 
 def lock(folder):
-    """Raise BlockingIOError if another run holds this lock; else hold it until this process ends, however it ends."""
-    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks: do without
-            raise
-
-
-def read_checkpoint(args, path):
-    """Return the checkpoint (None: there is none) and what is wrong (None: nothing); the file stays as it is."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
-        lock(path.parent)
+    """Lock the folder until this process exits or is killed; return an error message or None."""
+    try:  # the file stays open on purpose: closing it would release the lock
+        folder.mkdir(parents=True, exist_ok=True)
+        fcntl.lockf(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return None, f"another run is writing to --output-dir {path.parent}: wait for its end, or choose another folder"
+        return f"another run is writing to --output-dir {folder}: wait for its end, or choose another folder"
     except OSError as error:
-        return None, f"cannot write to --output-dir {path.parent} ({error.strerror}): choose another folder"
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # without locks there, continue
+            return f"cannot write to --output-dir {folder} ({error.strerror}): choose another folder"
+
+
+def read_checkpoint(args):
+    """Lock the output folder; return (checkpoint or None, error message or None). Never modifies a checkpoint."""
+    path = args.output_dir / "checkpoint.pt"
+    if error := lock(args.output_dir):
+        return None, error
     if not path.exists():
         return None, None
     if not args.resume:
         return None, f"{path} is from an earlier run: add --resume to continue it, or choose another --output-dir"
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        damaged = zipfile.ZipFile(path).testzip()  # torch.load does not notice a flipped bit
-        changed = [f"{key} {old}" for key, old in checkpoint["settings"].items() if old != settings(args)[key]]
-        done = len(checkpoint["history"])
+        damage = zipfile.ZipFile(path).testzip()  # torch.load does not notice a flipped bit
+        epochs, settings = len(checkpoint["history"]), resume_settings(args)
+        changed = [f"{name} {old}" for name, old in checkpoint["settings"].items() if old != settings[name]]
     except OSError as error:
-        return None, f"cannot read {path} ({error.strerror}): mend that, then continue with --resume"
+        return None, f"cannot read {path} ({error.strerror}): correct that, then continue with --resume"
     except Exception as error:  # a damaged file makes torch.load raise almost anything
-        damaged = repr(error)
-    if damaged:
-        return None, f"{path} is damaged ({damaged}): move it away to start anew, or put a good copy in its place"
+        damage = repr(error)
+    if damage:
+        return None, f"{path} is damaged ({damage}): move it away to start over, or restore a good copy"
     if changed:
-        return None, f"{path} is from a run with {', '.join(changed)}: use the same, or another --output-dir"
-    if done > args.epochs:
-        return None, f"{path} has {done} epochs behind it: --epochs {args.epochs} must not be less"
+        return None, f"{path} is from a run with {', '.join(changed)}: use the same settings, or another --output-dir"
+    if epochs > args.epochs:
+        return None, f"{path} already contains {epochs} epochs: use --epochs {epochs} or more, not {args.epochs}"
     return checkpoint, None
 
 
+def find_checkpoint(args):
+    """Return (checkpoint, history). Only rank 0 gets the checkpoint, if there is one; all get its history."""
+    restart_watchdog(args)
+    checkpoint, error = read_checkpoint(args) if hvd.rank() == 0 else (None, None)
+    history, error = hvd.broadcast_object((checkpoint["history"] if checkpoint else [], error))
+    if error:
+        fail_together(error)
+    return checkpoint, history
+
+
 def write(path, save):
-    """Write a file whole or not at all: save(file) fills a temporary file, which then takes the place of `path`."""
+    """Write a file atomically: save(file) writes a temporary file, which is then renamed to `path`."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -166,142 +321,50 @@ def write(path, save):
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
         temporary.unlink(missing_ok=True)
-        fail(f"cannot write {path} ({error}): is the disk or a quota full? Mend that, then continue with --resume")
+        fail(f"cannot write {path} ({error}): is the disk full, or your quota? Free some space, then use --resume")
 
 
-def learning_rate(args, epoch):
-    """Return the learning rate at `epoch`, a fraction in mid-epoch (Goyal et al. 2017)."""
-    factor = hvd.size() * args.batches_per_allreduce if args.scale_lr else 1  # horovod: as much as the batch grows
-    return args.lr * (factor if epoch >= args.warmup_epochs else 1 + (factor - 1) * epoch / args.warmup_epochs)
+def save_checkpoint(args, model, optimizer, history):
+    """Write metrics.csv, then the checkpoint; a kill between the two leaves a row too many, which a resume rewrites."""
+    restart_watchdog(args)
+    if hvd.rank() > 0:
+        return
+    rows = [history[0].keys(), *(row.values() for row in history)]
+    text = "".join(",".join(map(str, row)) + "\n" for row in rows)
+    write(args.output_dir / "metrics.csv", lambda file: file.write(text.encode()))
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "history": history}
+    state["settings"] = resume_settings(args)
+    write(args.output_dir / "checkpoint.pt", lambda file: torch.save(state, file))
 
 
-def distribute(args, model, optimizer, checkpoint, resumed):
-    """Return the optimizer that averages the gradients; give all processes the weights and the state of rank 0."""
-    optimizer = hvd.DistributedOptimizer(  # horovod:
-        optimizer,
-        named_parameters=model.named_parameters(),
-        compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
-        backward_passes_per_step=args.batches_per_allreduce,
-        op=hvd.Average,
-    )
-    if checkpoint:  # rank 0 alone has it
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-    with deadline(args):
-        if resumed:  # horovod: only then, and before the weights: without a state yet, an optimizer takes a step here
-            hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # horovod:
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # horovod:
-    return optimizer
+def print_header(args, what, device, history):
+    """Print what this run is and, if it is resumed, where it continues."""
+    restart_watchdog(args)
+    if hvd.rank() > 0:
+        return
+    threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each"
+    nodes, backend = hvd.cross_size(), "mpi" if hvd.mpi_enabled() else "gloo"
+    where = f"{args.world_size} processes on {nodes} node{'s' if nodes > 1 else ''}, {backend} on {device.type}"
+    batch = args.world_size * args.batch_size * args.gradient_accumulation_steps
+    print(f"{what}: {where}, {threads}, global batch {batch}")
+    if history:
+        print(f"continuing after epoch {len(history)} of {args.epochs}")
 
 
-def where(device):
-    """Describe the processes, for the first line."""
-    nodes, threads = hvd.cross_size(), torch.get_num_threads()
-    processes = f"{hvd.size()} processes on {nodes} node{'s' * (nodes > 1)}"
-    backend = f"{'mpi' if hvd.mpi_enabled() else 'gloo'} on {device.type}"
-    return f"{processes}, {backend}, {threads} thread{'s' * (threads > 1)} each"
+def print_epoch(args, row):
+    """Print the metrics of an epoch in one line, on rank 0."""
+    if hvd.rank() > 0:
+        return
+    losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
+    speed = f"{row['samples_per_second']:5.0f} samples/s | {row['seconds']:6.2f} s"
+    print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | test acc {row['test_accuracy']:7.2%} | {speed}")
 
 
-def train_one_epoch(args, model, loader, optimizer, device, epoch):
-    """Return the mean training loss and the number of samples, both over all processes."""
-    model.train()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples: read once an epoch, not once a step
-    for step, (images, labels) in enumerate(loader):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, epoch + step / len(loader))
-        images, labels = images.to(device, DTYPES[args.precision]), labels.to(device)
-        optimizer.zero_grad()
-        for batch, targets in zip(images.split(args.batch_size), labels.split(args.batch_size), strict=True):
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-                logits = model(batch)
-            loss = F.cross_entropy(logits.to(batch.dtype), targets)
-            (loss / args.batches_per_allreduce).backward()  # horovod: the last one sends each gradient on its way
-            sums[0] += loss.detach() * len(targets)
-            sums[1] += len(targets)
-        with deadline(args):
-            optimizer.step()  # horovod: waits for the gradients, averaged over all processes
-    with deadline(args):
-        sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod:
-    loss_sum, samples = sums.tolist()
-    return loss_sum / samples, samples
-
-
-@torch.no_grad()
-def evaluate(args, model, loader, device):
-    """Return the mean test loss and the accuracy, 0 to 1, over all processes: each sample counts once."""
-    model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
-    for images, labels in loader:
-        images, labels = images.to(device, DTYPES[args.precision]), labels.to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-            logits = model(images)
-        sums[0] += F.cross_entropy(logits.to(images.dtype), labels, reduction="sum")
-        sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
-    with deadline(args):
-        sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod:
-    loss_sum, correct, samples = sums.tolist()
-    return loss_sum / samples, correct / samples
-
-
-def save_epoch(args, model, optimizer, history):
-    """Write metrics.csv and the checkpoint, then print the last epoch's line."""
-    rows = "".join(",".join(map(str, row)) + "\n" for row in history)
-    write(args.output_dir / "metrics.csv", lambda file: file.write(f"{COLUMNS}\n{rows}".encode()))
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state |= {"history": history, "settings": settings(args)}
-    write(args.output_dir / "checkpoint.pt", lambda file: torch.save(state, file))  # last, so that no row can be lost
-    epoch, train_loss, test_loss, accuracy, speed, seconds, _ = history[-1]
-    losses = f"train loss {train_loss:.4f} | test loss {test_loss:.4f} | test acc {accuracy:7.2%}"
-    print(f"epoch {epoch:2}/{args.epochs} | {losses} | {speed:5.0f} samples/s | {seconds:6.2f} s")
-
-
-def main(args):
-    """Train as one of the processes that horovodrun, mpirun or srun has started."""
-    try:
-        train_set, test_set = data.load(args.dataset, args.data_dir)
-    except data.DataError as error:
-        fail(error)
-    rank, world_size, device = setup(args)
-    step_size = args.batch_size * args.batches_per_allreduce
-    if step_size > len(train_set) // world_size:
-        size = f"--batch-size {args.batch_size}" + f" x {args.batches_per_allreduce}" * (step_size > args.batch_size)
-        refuse(args, f"{size} is above the {len(train_set) // world_size} samples of each process")
-    checkpoint, problem = read_checkpoint(args, args.output_dir / "checkpoint.pt") if rank == 0 else (None, None)
-    history = checkpoint["history"] if checkpoint else []
-    with deadline(args):
-        history, problem = hvd.broadcast_object((history, problem))  # horovod: rank 0 decides
-    if problem:
-        refuse(args, problem)
-
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # horovod: equal parts
-    loader = DataLoader(train_set, sampler=BatchSampler(sampler, step_size, drop_last=True), batch_size=None)
-    shard = data.evaluation_shard(len(test_set), rank, world_size)  # horovod: each sample once
-    test_loader = DataLoader(test_set, sampler=BatchSampler(shard, args.batch_size, drop_last=False), batch_size=None)
-    torch.manual_seed(args.seed)
-    model = ConvNet().to(device, DTYPES[args.precision])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    optimizer = distribute(args, model, optimizer, checkpoint, resumed=bool(history))  # horovod:
-    if rank == 0:
-        print(f"ConvNet on {args.dataset}: {where(device)}, global batch {world_size * step_size}")
-        if history:
-            print(f"continuing after epoch {len(history)} of {args.epochs}")
-    for epoch in range(len(history), args.epochs):
-        sampler.set_epoch(epoch)  # horovod: another order each epoch
-        start = time.perf_counter()
-        train_loss, samples = train_one_epoch(args, model, loader, optimizer, device, epoch)
-        seconds = time.perf_counter() - start
-        test_loss, accuracy = evaluate(args, model, test_loader, device)
-        history.append((epoch + 1, train_loss, test_loss, accuracy, samples / seconds, seconds, world_size))
-        if rank == 0:
-            save_epoch(args, model, optimizer, history)
-    if rank == 0:
-        weights = {name: weight.cpu() for name, weight in model.state_dict().items()}
-        write(args.output_dir / "model.pt", lambda file: torch.save(weights, file))
-        print(f"finished: test acc {history[-1][3]:.2%}, model in {args.output_dir / 'model.pt'}")
-    with deadline(args):
-        hvd.barrier()  # horovod: the others wait for rank 0; srun would end it --wait seconds after them
-        hvd.shutdown()  # horovod:
+def shut_down(args):
+    """Wait for all processes, which may be waiting for rank 0, and disconnect."""
+    restart_watchdog(args)
+    hvd.barrier()  # horovod: rank 0 may still be writing; srun --wait ends it some time after the others
+    hvd.shutdown()  # horovod: disconnect
 
 
 if __name__ == "__main__":

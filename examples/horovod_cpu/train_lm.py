@@ -7,50 +7,56 @@ On SLURM:  SCRIPT=train_lm.py sbatch run.slurm --epochs 10
 import argparse
 import math
 import time
+from itertools import islice
 from pathlib import Path
 
 import horovod.torch as hvd
 import torch
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
-from train import deadline, distribute, fail, learning_rate, read_checkpoint, refuse, settings, setup, where, write
+from train import (
+    add_horovod_arguments,
+    check_args,
+    check_batch_size,
+    distribute,
+    fail_together,
+    find_checkpoint,
+    learning_rate,
+    print_header,
+    restart_watchdog,
+    save_checkpoint,
+    setup,
+    shut_down,
+    write,
+)
 
 from common import data
 from common.models import TinyGPT
 
-COLUMNS = "epoch,train_loss,test_loss,tokens_per_second,seconds,world_size"
-SYMBOLS = 32  # of the synthetic source
+SYMBOLS = 32  # of the synthetic text
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--text-file", help="any UTF-8 text, in --data-dir (none: a synthetic source of known entropy)")
-    parser.add_argument("--data-dir", default=".", help="where the text file is")
+    parser.add_argument("--text-file", help="any UTF-8 text in --data-dir; without it: synthetic text")
+    parser.add_argument("--data-dir", default=".", help="folder with the text file")
     parser.add_argument("--context", type=int, default=128, help="tokens per sample")
-    parser.add_argument("--epochs", type=int, default=3, help="in all, those before a resume included")
-    parser.add_argument("--batch-size", type=int, default=16, help="samples per process and step")
+    parser.add_argument("--epochs", type=int, default=3, help="total number, including those before a resume")
+    parser.add_argument("--batch-size", type=int, default=16, help="samples per batch of each process")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate")
-    parser.add_argument("--scale-lr", action="store_true", help="multiply --lr by the number of processes")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the samples")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds a collective may take")
-    parser.add_argument("--output-dir", type=Path, default="output/lm", help="everything the run writes")
+    parser.add_argument("--scale-lr", action="store_true", help="multiply --lr by the number of batches in a step")
+    parser.add_argument("--seed", type=int, default=0, help="seed for initial weights and shuffling")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds that a step, or the start, may take")
+    parser.add_argument("--output-dir", type=Path, default="output/lm", help="folder for everything the run writes")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    parser.add_argument("--warmup-epochs", type=int, default=0, help="in which --scale-lr raises the learning rate")
-    parser.add_argument("--fp16-allreduce", action="store_true", help="send the gradients as 16-bit numbers")
-    parser.add_argument("--batches-per-allreduce", type=int, default=1, help="batches that make one step")
+    add_horovod_arguments(parser)
     args = parser.parse_args()
-    for name in ("context", "epochs", "batch_size", "timeout", "batches_per_allreduce"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}")
-    if not 0 <= args.lr < float("inf"):
-        parser.error(f"--lr must be 0 or more, not {args.lr}")
-    if args.warmup_epochs < 0 or args.warmup_epochs and not args.scale_lr:
-        parser.error(f"--warmup-epochs {args.warmup_epochs} needs --scale-lr, and must be 0 or more")
+    check_args(parser, args)
     return args
 
 
 def load(args):
-    """Return the training set, the test set, which is the last tenth, and the source's entropy (None: unknown)."""
+    """Return the training set, the test set, which is the last tenth, and the text's entropy if it is known."""
     if args.text_file:
         tokens, entropy = data.text_tokens(Path(args.data_dir, args.text_file)), None
     else:
@@ -59,44 +65,47 @@ def load(args):
     return data.Tokens(tokens[: max(cut, 0)], args.context), data.Tokens(tokens[cut:], args.context), entropy
 
 
-def train_one_epoch(args, model, loader, optimizer, device, epoch):
-    """Return the mean training loss and the number of tokens, both over all processes."""
+def train_one_epoch(args, model, train_loader, optimizer, epoch):
+    """Return the mean training loss and the number of tokens, both over all processes, and the time in seconds."""
     model.train()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens: read once an epoch, not once a step
-    for step, (tokens, labels) in enumerate(loader):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, epoch + step / len(loader))
-        optimizer.zero_grad()
-        for batch, targets in zip(tokens.split(args.batch_size), labels.split(args.batch_size), strict=True):
-            loss = F.cross_entropy(model(batch).flatten(0, 1), targets.flatten())
-            (loss / args.batches_per_allreduce).backward()  # horovod: the last one sends each gradient on its way
-            sums[0] += loss.detach() * targets.numel()
-            sums[1] += targets.numel()
-        with deadline(args):
-            optimizer.step()  # horovod: waits for the gradients, averaged over all processes
-    with deadline(args):
-        sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod:
+    start = time.perf_counter()
+    sums = torch.zeros(2, dtype=torch.float64)  # loss, tokens
+    steps = len(train_loader) // args.gradient_accumulation_steps
+    for number, (tokens, labels) in enumerate(islice(train_loader, steps * args.gradient_accumulation_steps)):
+        step, micro_batch = divmod(number, args.gradient_accumulation_steps)
+        optimizer.param_groups[0]["lr"] = learning_rate(args, epoch + step / steps)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        (
+            loss / args.gradient_accumulation_steps
+        ).backward()  # horovod: starts to average the gradients, if the step is complete
+        sums[0] += loss.detach() * labels.numel()
+        sums[1] += labels.numel()
+        if micro_batch + 1 == args.gradient_accumulation_steps:
+            optimizer.step()  # horovod: waits until all gradients are averaged over all processes
+            optimizer.zero_grad()
+        restart_watchdog(args)
+    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes
     loss_sum, count = sums.tolist()
-    return loss_sum / count, count
+    return loss_sum / count, count, time.perf_counter() - start
 
 
 @torch.no_grad()
-def evaluate(args, model, loader, device):
-    """Return the mean test loss, in nats per token, over all processes: each token counts once."""
+def evaluate(args, model, test_loader):
+    """Return the mean test loss, in nats per token, over the tokens of all processes."""
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
-    for tokens, labels in loader:
+    sums = torch.zeros(2, dtype=torch.float64)  # loss, tokens
+    for tokens, labels in test_loader:
         sums[0] += F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
         sums[1] += labels.numel()
-    with deadline(args):
-        sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod:
+        restart_watchdog(args)
+    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes
     loss_sum, count = sums.tolist()
     return loss_sum / count
 
 
 @torch.no_grad()
 def sample(args, model, length=200):
-    """Return a line of text that the model continues from a newline, or from the source's first symbol."""
+    """Return text that the model generates, on one line: after a newline, or after the first synthetic symbol."""
     generator = torch.Generator().manual_seed(args.seed)
     tokens = torch.tensor([[10]])
     while tokens.shape[1] <= length:
@@ -104,71 +113,66 @@ def sample(args, model, length=200):
         token = torch.multinomial(logits.softmax(0), 1, generator=generator)
         tokens = torch.cat([tokens, token[None]], 1)
     if not args.text_file:
-        return "".join(chr(64 + token) for token in tokens[0, 1:])  # the source's symbols have no letters of their own
-    text = bytes(tokens[0, 1:].tolist()).decode("utf-8", errors="replace")  # it may end in mid-letter, or be no letter
+        return "".join(chr(64 + token) for token in tokens[0, 1:])  # a letter for each synthetic symbol
+    text = bytes(tokens[0, 1:].tolist()).decode("utf-8", errors="replace")  # a letter may be incomplete
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
-def save_epoch(args, model, optimizer, history, entropy):
-    """Write metrics.csv and the checkpoint, then print the last epoch's line."""
-    rows = "".join(",".join(map(str, row)) + "\n" for row in history)
-    write(args.output_dir / "metrics.csv", lambda file: file.write(f"{COLUMNS}\n{rows}".encode()))
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state |= {"history": history, "settings": settings(args)}
-    write(args.output_dir / "checkpoint.pt", lambda file: torch.save(state, file))  # last, so that no row can be lost
-    epoch, train_loss, test_loss, speed, seconds, _ = history[-1]
-    losses = f"train loss {train_loss:.4f} | test loss {test_loss:.4f}"
+def print_epoch(args, row, entropy):
+    """Print the metrics of an epoch in one line, on rank 0."""
+    if hvd.rank() > 0:
+        return
+    losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
     losses += f" (floor {entropy:.4f})" if entropy else ""
-    losses += f" | perplexity {math.exp(test_loss):.2f} per byte"
-    print(f"epoch {epoch:2}/{args.epochs} | {losses} | {speed:6.0f} tokens/s | {seconds:6.2f} s")
+    losses += f" | perplexity {math.exp(row['test_loss']):.2f} per byte"
+    speed = f"{row['tokens_per_second']:6.0f} tokens/s | {row['seconds']:6.2f} s"
+    print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | {speed}")
 
 
 def main(args):
     """Train as one of the processes that horovodrun, mpirun or srun has started."""
+    device = setup(args)
+    rank = hvd.rank()
     try:
         train_set, test_set, entropy = load(args)
     except data.DataError as error:
-        fail(error)
-    rank, world_size, device = setup(args)
-    step_size = args.batch_size * args.batches_per_allreduce
-    if step_size > len(train_set) // world_size:
-        refuse(args, f"a step of {step_size} samples is above the {len(train_set) // world_size} of each process")
-    checkpoint, problem = read_checkpoint(args, args.output_dir / "checkpoint.pt") if rank == 0 else (None, None)
-    history = checkpoint["history"] if checkpoint else []
-    with deadline(args):
-        history, problem = hvd.broadcast_object((history, problem))  # horovod: rank 0 decides
-    if problem:
-        refuse(args, problem)
+        fail_together(error)
+    check_batch_size(args, train_set)
+    checkpoint, history = find_checkpoint(args)  # the checkpoint on rank 0 only
 
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # horovod: equal parts
-    loader = DataLoader(train_set, sampler=BatchSampler(sampler, step_size, drop_last=True), batch_size=None)
-    shard = data.evaluation_shard(len(test_set), rank, world_size)  # horovod: each sample once
+    # Data: a batch is read by indexing the data set with a list of indices, therefore batch_size=None.
+    # horovod: shuffled shards of equal length, so that all processes take the same number of steps
+    sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
+    batches = BatchSampler(sampler, args.batch_size, drop_last=True)
+    train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
+    # horovod: each test sample exactly once; a DistributedSampler would repeat some to make the shards equally long
+    shard = range(rank, len(test_set), args.world_size)
     test_loader = DataLoader(test_set, sampler=BatchSampler(shard, args.batch_size, drop_last=False), batch_size=None)
+
+    # Model, optimizer, and their state if the run is resumed.
     torch.manual_seed(args.seed)
     model = TinyGPT(context=args.context).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    optimizer = distribute(args, model, optimizer, checkpoint, resumed=bool(history))  # horovod:
-    if rank == 0:
-        batch = f"global batch {world_size * step_size} x {args.context} tokens"
-        print(f"TinyGPT on {args.text_file or 'a synthetic source'}: {where(device)}, {batch}")
-        if history:
-            print(f"continuing after epoch {len(history)} of {args.epochs}")
-    for epoch in range(len(history), args.epochs):
-        sampler.set_epoch(epoch)  # horovod: another order each epoch
-        start = time.perf_counter()
-        train_loss, count = train_one_epoch(args, model, loader, optimizer, device, epoch)
-        seconds = time.perf_counter() - start
-        test_loss = evaluate(args, model, test_loader, device)
-        history.append((epoch + 1, train_loss, test_loss, count / seconds, seconds, world_size))
-        if rank == 0:
-            save_epoch(args, model, optimizer, history, entropy)
+    optimizer = torch.optim.AdamW(model.parameters(), learning_rate(args, 0))
+    optimizer = distribute(args, model, optimizer, checkpoint, resumed=bool(history))
+
+    # Train
+    what = f"TinyGPT on {args.text_file or 'synthetic text'}, {args.context} tokens per sample"
+    print_header(args, what, device, history)
+    for epoch in range(len(history) + 1, args.epochs + 1):
+        sampler.set_epoch(epoch - 1)  # horovod: another order in each epoch, the same in all processes
+        train_loss, count, seconds = train_one_epoch(args, model, train_loader, optimizer, epoch - 1)
+        test_loss = evaluate(args, model, test_loader)
+        row = {"epoch": epoch, "train_loss": train_loss, "test_loss": test_loss}
+        history.append(row | {"tokens_per_second": count / seconds, "seconds": seconds, "world_size": args.world_size})
+        save_checkpoint(args, model, optimizer, history)  # horovod: rank 0 writes; all have the same weights
+        print_epoch(args, history[-1], entropy)
+
+    # Finish
     if rank == 0:
         write(args.output_dir / "model.pt", lambda file: torch.save(model.state_dict(), file))
         print(f"sample: {sample(args, model)}")
-        print(f"finished: test loss {history[-1][2]:.4f}, model in {args.output_dir / 'model.pt'}")
-    with deadline(args):
-        hvd.barrier()  # horovod: the others wait for rank 0; srun would end it --wait seconds after them
-        hvd.shutdown()  # horovod:
+        print(f"finished: test loss {history[-1]['test_loss']:.4f}, model in {args.output_dir / 'model.pt'}")
+    shut_down(args)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,23 @@
-"""Train a ConvNet on one or many nodes, on GPUs or CPU processes, started by torchrun; stop and continue at any step.
+"""Train a ConvNet with DistributedDataParallel (DDP), started by torchrun on one or many nodes; stops at any step.
 
 Locally:   torchrun --standalone --nproc-per-node=2 train.py
 On SLURM:  sbatch run.slurm --epochs 10
+
+Comments with a tag, such as "ddp:", mark what a script for a single process would not need.
+If a process dies or hangs, the others end with an error too; --resume then continues from the last checkpoint.
 """
 
 import argparse
-import contextlib
-import copy
 import ctypes
 import errno
 import fcntl
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,150 +31,290 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from common import data
 from common.models import ConvNet
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}  # of the weights; bf16 is autocast
-COLUMNS = "epoch,train_loss,test_loss,test_accuracy,samples_per_second,seconds,world_size"
-stop = torch.zeros(1)  # preemption: not 0 once a signal has asked this process to stop
-disk = ThreadPoolExecutor(max_workers=1)  # preemption: checkpoints are written while training goes on,
-writing = []  # one at a time
+DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}  # of the weights; with bf16, autocast
+stop_requested = torch.zeros(1)  # preemption: 1 after SIGUSR1 or SIGTERM, which ask this process to stop
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--dataset", choices=data.NAMES, default="digits")
-    parser.add_argument("--data-dir", default="data", help="where the files of mnist and fashion_mnist are")
-    parser.add_argument("--epochs", type=int, default=5, help="in all, those before a resume included")
-    parser.add_argument("--batch-size", type=int, default=64, help="samples per process and step")
+    parser.add_argument("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
+    parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
+    parser.add_argument("--batch-size", type=int, default=64, help="samples per batch of each process")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--scale-lr", action="store_true", help="multiply --lr by the number of processes")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the samples")
-    parser.add_argument("--precision", choices=DTYPES, default="fp32")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds a collective may take")
-    parser.add_argument("--output-dir", type=Path, default="output", help="everything the run writes")
+    parser.add_argument("--seed", type=int, default=0, help="seed for initial weights and shuffling")
+    parser.add_argument("--precision", choices=DTYPES, default="fp32", help="bf16: mixed precision; fp64: for tests")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
+    parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    parser.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="and after each epoch")
-    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches per process and step")
-    parser.add_argument("--clip-norm", type=float, help="limit of the gradients' norm")
+    parser.add_argument(
+        "--checkpoint-every", type=int, metavar="STEPS", help="also save every STEPS steps within an epoch"
+    )
+    parser.add_argument("--gradient-accumulation-steps", type=int, default=1, help="batches per optimizer step")
+    parser.add_argument("--max-grad-norm", type=float, help="clip the norm of the gradients to this value")
     args = parser.parse_args()
-    check_gpus()
-    for name in ("epochs", "batch_size", "timeout", "accumulate"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}")
-    if not 0 <= args.lr < float("inf"):
-        parser.error(f"--lr must be 0 or more, not {args.lr}")
-    if args.checkpoint_every is not None and args.checkpoint_every < 1:
-        parser.error(f"--checkpoint-every must be 1 or more, not {args.checkpoint_every}")
-    if args.clip_norm is not None and not args.clip_norm > 0:
-        parser.error(f"--clip-norm must be above 0, not {args.clip_norm}")
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
-    processes, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if 0 < gpus < processes:
-        parser.error(f"--nproc-per-node={processes} is more than the {gpus} GPUs of {socket.gethostname()}")
+    args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun: number of processes on this node
+    args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: number of processes on all nodes
+    check_args(parser, args)
     return args
 
 
-def check_gpus():
-    """Refuse to train on CPU where the job has GPUs, which PyTorch cannot use, unless ALLOW_CPU=1 permits it."""
-    gpus = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
-    if gpus == 0 or torch.cuda.is_available() or os.environ.get("ALLOW_CPU") == "1":
-        return
-    driver, query = "no nvidia-smi", "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
-    if shutil.which("nvidia-smi"):
-        driver = subprocess.getoutput(query).partition("\n")[0]
-    builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
-    built = next((f"{name} {version}" for name, version in builds.items() if version), "CPUs only")
-    problem = f"PyTorch {torch.__version__}, built for {built}, cannot use the {gpus} GPUs of this job"
-    remedy = (
-        "install a build that can, on such a node: UV_TORCH_BACKEND=auto uv pip install --reinstall torch torchvision"
-    )
-    remedy += " (or train on the CPUs: ALLOW_CPU=1)"
-    fail(f"{problem} (NVIDIA driver: {driver}): {remedy}")
+def setup(args):
+    """Set the number of threads, join the process group, and return this process's device."""
+    prepare_process(args)
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun: this process's number on its node
+    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) or len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // args.processes))  # by default each process would use all cores: slower
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=args.timeout)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # preemption: Gloo for the votes below
+    dist.init_process_group(backend, timeout=timeout)  # torchrun: MASTER_ADDR, RANK and so on are set
+    return device
+
+
+def train_one_epoch(args, ddp_model, train_loader, optimizer, device, history, position):
+    """Return the mean training loss and the number of samples, both over all processes, and the time in seconds."""
+    ddp_model.train()
+    start = time.perf_counter() - position["seconds"]
+    sums = position["sums"]  # loss, samples; the same tensor, so this updates position
+    for number, (images, labels) in enumerate(train_loader, 1):
+        is_last = number % args.gradient_accumulation_steps == 0  # accumulation: this micro-batch completes a step
+        if is_last:
+            vote, voting = start_vote()  # preemption: if one process got a signal, all stop after this step
+        images, labels = images.to(device, DTYPES[args.precision]), labels.to(device)
+        ddp_model.require_backward_grad_sync = is_last  # accumulation: else gradients are not averaged yet
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            logits = ddp_model(images)
+        loss = F.cross_entropy(logits.to(images.dtype), labels)
+        (loss / args.gradient_accumulation_steps).backward()  # ddp: averages the gradients, if the step is complete
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += len(labels)
+        if not is_last:
+            continue
+        if args.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        position["step"] += 1
+        voting.wait()
+        if vote or (args.checkpoint_every and position["step"] % args.checkpoint_every == 0):
+            position["seconds"] = time.perf_counter() - start
+            save_checkpoint(args, ddp_model.module, optimizer, history, position)
+        if vote:
+            shut_down(f"stopped by a signal after step {position['step']} of epoch {len(history) + 1}: use --resume")
+    dist.all_reduce(sums)  # ddp: sum over all processes
+    loss_sum, samples = sums.tolist()
+    return loss_sum / samples, samples, time.perf_counter() - start
+
+
+@torch.no_grad()
+def evaluate(args, model, test_loader, device):
+    """Return the mean test loss and the accuracy, from 0 to 1, over the samples of all processes."""
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
+    for images, labels in test_loader:
+        images, labels = images.to(device, DTYPES[args.precision]), labels.to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            logits = model(images)
+        sums[0] += F.cross_entropy(logits.to(images.dtype), labels, reduction="sum")
+        sums[1] += (logits.argmax(1) == labels).sum()
+        sums[2] += len(labels)
+    dist.all_reduce(sums)  # ddp: sum over all processes
+    loss_sum, correct, samples = sums.tolist()
+    return loss_sum / samples, correct / samples
+
+
+@record  # torchrun: reports the traceback of the process that failed first
+def main(args):
+    """Train as one process of args.world_size."""
+    train_set, test_set = load_data(args)
+    device = setup(args)
+    rank = dist.get_rank()
+    checkpoint = broadcast_checkpoint(args, rank, device)
+
+    # Data: a batch is read by indexing the data set with a list of indices, therefore batch_size=None.
+    # ddp: shuffled shards of equal length, so that all processes take the same number of steps
+    sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
+    # ddp: each test sample exactly once; a DistributedSampler would repeat some to make the shards equally long
+    shard = range(rank, len(test_set), args.world_size)
+    test_loader = DataLoader(test_set, sampler=BatchSampler(shard, args.batch_size, drop_last=False), batch_size=None)
+
+    # Model, optimizer, and their state if the run is resumed.
+    torch.manual_seed(args.seed)
+    model = ConvNet().to(device, DTYPES[args.precision])
+    lr = args.lr * (args.world_size if args.scale_lr else 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr)
+    history = []  # one dict per epoch: the rows of metrics.csv
+    position = resume_position(checkpoint, device)  # steps, seconds and sums of the current epoch so far
+    if checkpoint:
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        optimizer.param_groups[0]["lr"] = lr  # not the checkpoint's: --lr may have been changed
+        history = checkpoint["history"]
+    # ddp: shares the weights of `model`, and averages their gradients over all processes in the backward pass
+    ddp_model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    # For bit-identical results after a resume; the zeros have the shape of the model's input.
+    fix_summation_order(ddp_model, torch.zeros(1, 1, 28, 28, device=device, dtype=DTYPES[args.precision]))
+
+    # Train
+    print_header(args, device, checkpoint)
+    for epoch in range(len(history) + 1, args.epochs + 1):
+        sampler.set_epoch(epoch - 1)  # ddp: another order in each epoch, the same in all processes
+        train_loader = DataLoader(train_set, sampler=remaining_batches(args, sampler, position), batch_size=None)
+        train_loss, count, seconds = train_one_epoch(
+            args, ddp_model, train_loader, optimizer, device, history, position
+        )
+        test_loss, test_accuracy = evaluate(args, model, test_loader, device)
+        row = {"epoch": epoch, "train_loss": train_loss, "test_loss": test_loss, "test_accuracy": test_accuracy}
+        history.append(row | {"samples_per_second": count / seconds, "seconds": seconds, "world_size": args.world_size})
+        position = start_of_epoch(device)
+        save_checkpoint(args, model, optimizer, history, position)  # ddp: all processes call it, rank 0 writes
+        print_epoch(args, history[-1])
+
+    # Finish
+    if rank == 0:
+        write(args.output_dir / "model.pt", lambda file: torch.save(model.cpu().state_dict(), file))
+    shut_down(f"finished: test acc {history[-1]['test_accuracy']:.2%}, model in {args.output_dir / 'model.pt'}")
+
+
+# ---- Below: what makes runs restartable and errors readable. Skip it on a first reading. ----
 
 
 def fail(message):
-    """Print one line in argparse's form and end with status 2, at once: other processes may never answer again."""
-    print(f"train.py: error: {message}", file=sys.stderr, flush=True)
+    """Print an error in the style of argparse and exit immediately: waiting for other processes could hang."""
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
     os._exit(2)
 
 
-def end_with_parent():
-    """Have Linux end this process when torchrun ends, whatever the cause."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+def check_args(parser, args):
+    """Refuse arguments that cannot work."""
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1 and name != "seed":
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+    if not 0 <= args.lr < float("inf"):
+        parser.error(f"--lr must be 0 or more, not {args.lr}")
+    if args.max_grad_norm is not None and not args.max_grad_norm > 0:
+        parser.error(f"--max-grad-norm must be above 0, not {args.max_grad_norm}")
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
+    if 0 < torch.cuda.device_count() < args.processes:
+        gpus = f"the {torch.cuda.device_count()} GPUs of {os.uname().nodename}"
+        parser.error(f"--nproc-per-node={args.processes} is more than {gpus}")
+    check_gpus()
 
 
-def setup(args):
-    """Share out the cores, join the process group, and return rank, world_size and this process's device."""
-    end_with_parent()  # torchrun: nothing trains on unseen
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.fill_(1))  # preemption: remember it until the next step
-    processes, local_rank = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) or len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // processes))  # the default is one thread, or all cores: both are slower
-    warnings.filterwarnings("ignore", "Grad strides")  # ddp: conv1's, harmless: one channel suits both layouts
-    sys.stdout.reconfigure(line_buffering=True)  # each line reaches the log at once
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    if os.environ["GROUP_WORLD_SIZE"] == "1":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # torchrun: one machine only, so its name need not resolve
-    # torchrun: rank, world size and where to meet come from its variables. The votes on stopping go over Gloo.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
-    return dist.get_rank(), dist.get_world_size(), device
+def check_gpus():
+    """Refuse to train on the CPU if the job has GPUs that PyTorch cannot use; ALLOW_CPU=1 permits it."""
+    gpus = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+    if gpus and not torch.cuda.is_available() and os.environ.get("ALLOW_CPU") != "1":
+        driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader").partition("\n")[0]
+        fail(
+            f"PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use the {gpus} GPUs of this job "
+            f"(NVIDIA driver: {driver}). Install a build that can, on a node with GPUs: UV_TORCH_BACKEND=auto "
+            "uv pip install --reinstall torch torchvision. To train on the CPU all the same, set ALLOW_CPU=1"
+        )
 
 
-def settings(args):
-    """Return what a resumed run must not change."""
-    names = ("dataset", "batch_size", "lr", "scale_lr", "seed", "precision", "accumulate", "clip_norm")
-    return {"world_size": int(os.environ["WORLD_SIZE"])} | {name: getattr(args, name) for name in names}
+def prepare_process(args):
+    """Make this process end when its launcher does; print lines immediately; set up Gloo; silence a warning."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its launcher
+    sys.stdout.reconfigure(line_buffering=True)
+    if args.processes == args.world_size:
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", "lo"
+        )  # on one machine: works even if its host name cannot be resolved
+    # DDP warns about the strides of conv1's gradient. It is harmless: with one channel, both memory layouts are equal.
+    warnings.filterwarnings("ignore", "Grad strides")
+    for number in (signal.SIGUSR1, signal.SIGTERM):  # preemption: remember the signal until the next vote
+        signal.signal(number, lambda *_: stop_requested.fill_(1))
+
+
+def load_data(args):
+    """Return the training and the test set; fail if they are missing, or too small for --batch-size."""
+    try:
+        train_set, test_set = data.load(args.dataset, args.data_dir)
+    except data.DataError as error:
+        fail(error)
+    step_size = args.batch_size * args.gradient_accumulation_steps
+    if step_size > (share := len(train_set) // args.world_size):
+        fail(
+            f"--batch-size {args.batch_size} times --gradient-accumulation-steps {args.gradient_accumulation_steps} "
+            f"is above the {share} samples of each process"
+        )
+    return train_set, test_set
+
+
+def fix_summation_order(ddp_model, zeros):
+    """Do one backward pass, after which DDP settles in which order it sums gradients for the rest of the run.
+
+    A resumed run then sums in the same order as an uninterrupted one, and its results are bit-identical.
+    """
+    ddp_model.eval()  # leaves the statistics of BatchNorm layers unchanged
+    ddp_model(zeros).sum().backward()
+    ddp_model.zero_grad()
+    ddp_model.train()
+
+
+def resume_settings(args):
+    """Return the settings that a resumed run must share with the run that it continues."""
+    names = ("world_size", "dataset", "batch_size", "gradient_accumulation_steps", "seed", "precision")
+    return {name: getattr(args, name) for name in names}
 
 
 def lock(folder):
-    """Raise BlockingIOError if another run holds this lock; else hold it until this process ends, however it ends."""
-    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks: do without
-            raise
-
-
-def read_checkpoint(args, path):
-    """Return the checkpoint (None: there is none) and what is wrong (None: nothing); the file stays as it is."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
-        lock(path.parent)
+    """Lock the folder until this process exits or is killed; return an error message or None."""
+    try:  # the file stays open on purpose: closing it would release the lock
+        folder.mkdir(parents=True, exist_ok=True)
+        fcntl.lockf(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return None, f"another run is writing to --output-dir {path.parent}: wait for its end, or choose another folder"
+        return f"another run is writing to --output-dir {folder}: wait for its end, or choose another folder"
     except OSError as error:
-        return None, f"cannot write to --output-dir {path.parent} ({error.strerror}): choose another folder"
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # without locks there, continue
+            return f"cannot write to --output-dir {folder} ({error.strerror}): choose another folder"
+
+
+def read_checkpoint(args):
+    """Lock the output folder; return (checkpoint or None, error message or None). Never modifies a checkpoint."""
+    path = args.output_dir / "checkpoint.pt"
+    if error := lock(args.output_dir):
+        return None, error
     if not path.exists():
         return None, None
+    if not args.resume:
+        return None, f"{path} is from an earlier run: add --resume to continue it, or choose another --output-dir"
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        damaged = zipfile.ZipFile(path).testzip()  # torch.load does not notice a flipped bit
-        changed = [f"{key} {old}" for key, old in checkpoint["settings"].items() if old != settings(args)[key]]
-        done = len(checkpoint["history"])
-        ours = checkpoint["run"] == os.environ["TORCHELASTIC_RUN_ID"] != "none"  # torchrun: restarted after a failure
+        damage = zipfile.ZipFile(path).testzip()  # torch.load does not notice a flipped bit
+        epochs, settings = len(checkpoint["history"]), resume_settings(args)
+        changed = [f"{name} {old}" for name, old in checkpoint["settings"].items() if old != settings[name]]
     except OSError as error:
-        return None, f"cannot read {path} ({error.strerror}): mend that, then continue with --resume"
+        return None, f"cannot read {path} ({error.strerror}): correct that, then continue with --resume"
     except Exception as error:  # a damaged file makes torch.load raise almost anything
-        damaged = repr(error)
-    if damaged:
-        return None, f"{path} is damaged ({damaged}): move it away to start anew, or put a good copy in its place"
-    if not args.resume and not ours:
-        return None, f"{path} is from an earlier run: add --resume to continue it, or choose another --output-dir"
+        damage = repr(error)
+    if damage:
+        return None, f"{path} is damaged ({damage}): move it away to start over, or restore a good copy"
     if changed:
-        return None, f"{path} is from a run with {', '.join(changed)}: use the same, or another --output-dir"
-    if done > args.epochs:
-        return None, f"{path} has {done} epochs behind it: --epochs {args.epochs} must not be less"
+        return None, f"{path} is from a run with {', '.join(changed)}: use the same settings, or another --output-dir"
+    if epochs > args.epochs:
+        return None, f"{path} already contains {epochs} epochs: use --epochs {epochs} or more, not {args.epochs}"
     return checkpoint, None
 
 
+def broadcast_checkpoint(args, rank, device):
+    """Return the checkpoint that rank 0 reads and sends to all, or None; other nodes may not see the file yet."""
+    found = [read_checkpoint(args) if rank == 0 else None]
+    dist.broadcast_object_list(found, device=device)
+    checkpoint, error = found[0]
+    if error:
+        fail(error)
+    return checkpoint
+
+
 def write(path, save):
-    """Write a file whole or not at all: save(file) fills a temporary file, which then takes the place of `path`."""
+    """Write a file atomically: save(file) writes a temporary file, which is then renamed to `path`."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -187,179 +324,88 @@ def write(path, save):
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
         temporary.unlink(missing_ok=True)
-        fail(f"cannot write {path} ({error}): is the disk or a quota full? Mend that, then continue with --resume")
+        fail(f"cannot write {path} ({error}): is the disk full, or your quota? Free some space, then use --resume")
 
 
-def save(args, model, optimizer, history, position):
-    """Copy the state of all processes; metrics.csv and the checkpoint are then written in the background."""
-    sums = position["sums"].clone()
-    dist.all_reduce(sums)  # preemption: each process has filled a row of its own
-    if dist.get_rank() == 0:
-        finish_writing()  # there is one copy at most
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "settings": settings(args)}
-        state |= {"history": history, "position": position | {"sums": sums}, "run": os.environ["TORCHELASTIC_RUN_ID"]}
-        writing.append(disk.submit(write_checkpoint, args.output_dir, copy.deepcopy(state)))
+def start_vote():
+    """Ask all processes whether one of them got a signal; return the answer, and the request to wait for."""
+    vote = stop_requested.clone()
+    return vote, dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)
 
 
-def write_checkpoint(folder, state):
-    """Write metrics.csv and the checkpoint of what `save` has copied."""
-    rows = "".join(",".join(map(str, row)) + "\n" for row in state["history"])
-    write(folder / "metrics.csv", lambda file: file.write(f"{COLUMNS}\n{rows}".encode()))
-    write(folder / "checkpoint.pt", lambda file: torch.save(state, file))  # last, so that no row can be lost
+def remaining_batches(args, sampler, position):
+    """Return the batches of indices that an epoch still has after position["step"] complete steps."""
+    batches = list(BatchSampler(sampler, args.batch_size, drop_last=True))
+    per_step = args.gradient_accumulation_steps
+    return batches[position["step"] * per_step : len(batches) // per_step * per_step]  # only complete steps
 
 
-def finish_writing():
-    """Wait until the last checkpoint is on disk; raise here what went wrong there."""
-    while writing:
-        writing.pop().result()
-
-
-def leave(message):
-    """End this process, as all others do now, once the last checkpoint is on disk."""
-    finish_writing()
-    dist.barrier()  # ddp: the others wait for rank 0
-    if dist.get_rank() == 0:
-        print(message)
-    dist.destroy_process_group()  # ddp:
-    os._exit(0)  # at once: Gloo's threads can make Python's own way out abort
-
-
-def train_one_epoch(args, model, loader, optimizer, device, history, position):
-    """Return the mean training loss and the number of samples, both over all processes, from the epoch's beginning."""
-    model.train()
-    start = time.perf_counter() - position["seconds"]
-    sums = position["sums"][dist.get_rank()]  # loss, samples: read once an epoch, not once a step
-    for images, labels in loader:
-        vote = stop.clone()
-        voting = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)  # preemption: while this step computes
-        images, labels = images.to(device, DTYPES[args.precision]), labels.to(device)
-        optimizer.zero_grad()
-        parts = list(zip(images.chunk(args.accumulate), labels.chunk(args.accumulate), strict=True))
-        for part, (images, labels) in enumerate(parts, 1):
-            inner = part < len(parts)  # accumulation: gradients only add up; the last part exchanges their sum
-            with model.no_sync() if inner else contextlib.nullcontext():
-                with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-                    logits = model(images)
-                loss = F.cross_entropy(logits.to(images.dtype), labels)
-                (loss / len(parts)).backward()  # ddp: averages the gradients over all processes
-            sums[0] += loss.detach() * len(labels)
-            sums[1] += len(labels)
-        if args.clip_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)
-        optimizer.step()
-        position["step"] += 1
-        voting.wait()
-        if vote or (args.checkpoint_every and position["step"] % args.checkpoint_every == 0):
-            position["seconds"] = time.perf_counter() - start
-            save(args, model.module, optimizer, history, position)
-        if vote:
-            leave(f"stopped by a signal after step {position['step']} of epoch {len(history) + 1}: --resume continues")
-    dist.all_reduce(position["sums"])  # ddp:
-    loss_sum, samples = position["sums"].sum(0).tolist()
-    position["seconds"] = time.perf_counter() - start
-    return loss_sum / samples, samples
-
-
-@torch.no_grad()
-def evaluate(args, model, loader, device):
-    """Return the mean test loss and the accuracy, 0 to 1, over all processes: each sample counts once."""
-    model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
-    for images, labels in loader:
-        images, labels = images.to(device, DTYPES[args.precision]), labels.to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-            logits = model(images)
-        sums[0] += F.cross_entropy(logits.to(images.dtype), labels, reduction="sum")
-        sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
-    dist.all_reduce(sums)  # ddp:
-    loss_sum, correct, samples = sums.tolist()
-    return loss_sum / samples, correct / samples
-
-
-def new_epoch(device):
-    """Return the position before the first step of an epoch."""
-    sums = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64, device=device)  # one row a process: loss, samples
+def start_of_epoch(device):
+    """Return the position of a process before the first step of an epoch."""
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples: of this process, in this epoch so far
     return {"step": 0, "seconds": 0.0, "sums": sums}
 
 
-def print_epoch(args, row):
-    """Print the line of an epoch."""
-    epoch, train_loss, test_loss, accuracy, speed, seconds, _ = row
-    losses = f"train loss {train_loss:.4f} | test loss {test_loss:.4f} | test acc {accuracy:7.2%}"
-    print(f"epoch {epoch:2}/{args.epochs} | {losses} | {speed:5.0f} samples/s | {seconds:6.2f} s")
+def resume_position(checkpoint, device):
+    """Return the position of a process at the start of this run."""
+    position = start_of_epoch(device)
+    if checkpoint:
+        position |= {name: checkpoint["position"][name] for name in ("step", "seconds")}
+        if dist.get_rank() == 0:  # the saved sums are those of all processes together
+            position["sums"] += checkpoint["position"]["sums"].to(device)
+    return position
 
 
-def describe(args, device, checkpoint):
-    """Print what this run is, and which ranks are where."""
-    hosts = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
+def save_checkpoint(args, model, optimizer, history, position):
+    """Sum position["sums"] over all processes, which must all call this; on rank 0 write metrics.csv and checkpoint."""
+    sums = position["sums"].clone()
+    dist.all_reduce(sums)
     if dist.get_rank() > 0:
         return
+    rows = [history[0].keys(), *(row.values() for row in history)] if history else []
+    text = "".join(",".join(map(str, row)) + "\n" for row in rows)
+    write(args.output_dir / "metrics.csv", lambda file: file.write(text.encode()))
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "history": history}
+    state |= {"position": position | {"sums": sums}, "settings": resume_settings(args)}
+    write(args.output_dir / "checkpoint.pt", lambda file: torch.save(state, file))
+
+
+def print_header(args, device, checkpoint):
+    """Print what this run is, which ranks are on which node and, if it is resumed, where it continues."""
+    hosts = [None] * args.world_size
+    dist.all_gather_object(hosts, os.uname().nodename)
+    if dist.get_rank() > 0:
+        return
+    threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each"
     nodes = int(os.environ["GROUP_WORLD_SIZE"])
     backend = "nccl" if device.type == "cuda" else "gloo"
-    where = f"{len(hosts)} processes on {nodes} node{'s' * (nodes > 1)}, {backend} on {device.type}"
-    threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} each"
-    batch = len(hosts) * args.batch_size * args.accumulate
+    where = f"{args.world_size} processes on {nodes} node{'s' if nodes > 1 else ''}, {backend} on {device.type}"
+    batch = args.world_size * args.batch_size * args.gradient_accumulation_steps
     print(f"ConvNet on {args.dataset}: {where}, {threads}, global batch {batch}")
-    ranks = {host: [rank for rank, name in enumerate(hosts) if name == host] for host in hosts}
-    print("ranks:", "; ".join(f"{host} {', '.join(map(str, numbers))}" for host, numbers in ranks.items()))
+    ranks = {host: [str(rank) for rank, name in enumerate(hosts) if name == host] for host in hosts}
+    print("ranks:", "; ".join(f"{host} {', '.join(numbers)}" for host, numbers in ranks.items()))
     if checkpoint:
-        step = f", step {checkpoint['position']['step']}" * (checkpoint["position"]["step"] > 0)
-        print(f"continuing after epoch {len(checkpoint['history'])} of {args.epochs}{step}")
+        step = checkpoint["position"]["step"]
+        within = f", step {step}" if step else ""
+        print(f"continuing after epoch {len(checkpoint['history'])} of {args.epochs}{within}")
 
 
-@record  # torchrun: reports the first traceback of all processes
-def main(args):
-    """Train as one process of the group."""
-    try:
-        train_set, test_set = data.load(args.dataset, args.data_dir)
-    except data.DataError as error:
-        fail(error)
-    batch_size, share = args.batch_size * args.accumulate, len(train_set) // int(os.environ["WORLD_SIZE"])
-    if batch_size > share:
-        times_accumulate = f" times --accumulate {args.accumulate}" * (args.accumulate > 1)
-        fail(f"--batch-size {args.batch_size}{times_accumulate} is above the {share} samples of each process")
-    rank, world_size, device = setup(args)
-    found = [read_checkpoint(args, args.output_dir / "checkpoint.pt") if rank == 0 else None]
-    dist.broadcast_object_list(found, device=device)  # ddp: rank 0 decides; others may not see the file yet
-    checkpoint, problem = found[0]
-    if problem:
-        fail(problem)
+def print_epoch(args, row):
+    """Print the metrics of an epoch in one line, on rank 0."""
+    if dist.get_rank() > 0:
+        return
+    losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
+    speed = f"{row['samples_per_second']:5.0f} samples/s | {row['seconds']:6.2f} s"
+    print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | test acc {row['test_accuracy']:7.2%} | {speed}")
 
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # ddp:
-    shard = data.evaluation_shard(len(test_set), rank, world_size)  # ddp: each sample once
-    test_loader = DataLoader(test_set, sampler=BatchSampler(shard, args.batch_size, drop_last=False), batch_size=None)
-    torch.manual_seed(args.seed)
-    model = ConvNet().to(device, DTYPES[args.precision])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr * (world_size if args.scale_lr else 1))
-    history, position = [], new_epoch(device)
-    if checkpoint:
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        history, position = checkpoint["history"], checkpoint["position"]
-        mine = torch.arange(world_size) == rank
-        position["sums"] = (position["sums"] * mine[:, None]).to(device)
-    replica = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)  # ddp:
-    # ddp: its first backward settles in which order gradients are added. Once now, so that a resumed run adds alike.
-    replica(torch.zeros(1, 1, 28, 28, device=device, dtype=DTYPES[args.precision])).sum().backward()
-    describe(args, device, checkpoint)
-    for epoch in range(len(history), args.epochs):
-        sampler.set_epoch(epoch)  # ddp: another order each epoch
-        batches = list(BatchSampler(sampler, batch_size, drop_last=True))[position["step"] :]
-        loader = DataLoader(train_set, sampler=batches, batch_size=None)
-        train_loss, samples = train_one_epoch(args, replica, loader, optimizer, device, history, position)
-        seconds = position["seconds"]
-        test_loss, accuracy = evaluate(args, model, test_loader, device)
-        history.append((epoch + 1, train_loss, test_loss, accuracy, samples / seconds, seconds, world_size))
-        position = new_epoch(device)
-        save(args, model, optimizer, history, position)
-        if rank == 0:
-            print_epoch(args, history[-1])
-    if rank == 0:
-        weights = {name: weight.cpu() for name, weight in model.state_dict().items()}
-        write(args.output_dir / "model.pt", lambda file: torch.save(weights, file))
-    leave(f"finished: test acc {history[-1][3]:.2%}, model in {args.output_dir / 'model.pt'}")
+
+def shut_down(message):
+    """Wait for all processes, print the message on rank 0, leave the process group, and end this process."""
+    dist.barrier()  # ddp: rank 0 may still be writing; srun --wait ends it some time after the others
+    if dist.get_rank() == 0:
+        print(message)
+    dist.destroy_process_group()  # ddp: disconnect
+    os._exit(0)  # skip interpreter shutdown, during which Gloo's threads can abort the process
 
 
 if __name__ == "__main__":

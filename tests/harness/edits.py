@@ -21,3 +21,22 @@ def plant(folder: Path, lines: str) -> None:
     """Put lines of Python where an example's ConvNet begins to compute."""
     first = "        x = F.relu(self.conv1(images))"
     edit(folder / "common" / "models.py", first, textwrap.indent(textwrap.dedent(lines), " " * 8) + first)
+
+
+def apply_diff(path: Path, text: str) -> None:
+    """Apply a README's diff: each run of lines with `-` is replaced by the lines with `+` that follow it.
+
+    Raises AssertionError if a run is not in the file exactly once, as complete lines.
+    """
+    lines = text.splitlines()
+    while lines:
+        removed, added = [], []
+        while lines and lines[0].startswith("-"):
+            removed.append(lines.pop(0)[1:] + "\n")
+        while lines and lines[0].startswith("+"):
+            added.append(lines.pop(0)[1:] + "\n")
+        assert removed, f"a line that is neither removed nor added: {lines[:1]}"
+        content = path.read_text()
+        old, new = ("\n" + "".join(part) for part in (removed, added))
+        assert f"\n{content}".count(old) == 1, f"{path} says {old!r} {content.count(old)} times"
+        path.write_text(f"\n{content}".replace(old, new).removeprefix("\n"))

@@ -196,7 +196,7 @@ from pathlib import Path
 output = Path(sys.argv[sys.argv.index("--output-dir") + 1])
 signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
 (output / "checkpoint").mkdir(exist_ok=True)
-for name in ("checkpoint.pt", "checkpoint.ckpt", "checkpoint/latest"):
+for name in ("checkpoint.pt", "checkpoint.ckpt", "checkpoint/run.json"):
     (output / name).touch()
 os.write(1, f"started {sys.argv[1:]}\n".encode())  # in one piece, beside other processes
 while not (output / "finish").exists():

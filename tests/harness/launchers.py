@@ -43,7 +43,7 @@ class Launcher:
     learns: tuple[str, str, float] = ("test_accuracy", ">=", 0.96)  # a column of metrics.csv: its bound at the end
     train_loss: tuple[float, float] = (1, 0.2)  # above the one in the first epoch, below the other in the last
     checkpoint: str = "checkpoint.pt"  # or a pattern that names one file of it
-    epoch_start: str = "    model.train()\n"  # the line of train.py where an epoch begins
+    epoch_start: str = "    start = time.perf_counter()\n"  # the line of train.py where an epoch begins
     torchvision: bool = False  # whether its framework imports it, asked for or not
 
     # Which clauses of the contract it keeps.
@@ -98,6 +98,7 @@ LAUNCHERS = {
         "torchrun --standalone --nproc-per-node={n} train.py",
         status_after_bad_input=1,
         processes_in_job=4,
+        epoch_start='    start = time.perf_counter() - position["seconds"]\n',
         job_recovers=True,
         stops_at_a_step=True,
         kill_message=TORCHRUN_KILLED,

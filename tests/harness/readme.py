@@ -15,6 +15,11 @@ def blocks(readme: Path) -> list[dict[str, str]]:
     return [{command.strip(): comment.strip() for command, _, comment in block} for block in lines]
 
 
+def fences(readme: Path, language: str) -> list[str]:
+    """Return the text of each fenced block of a README in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", readme.read_text(), re.MULTILINE | re.DOTALL)
+
+
 def until(readme: Path, last: str) -> list[str]:
     """Return the commands of the first block that has the command `last`, up to and with that one."""
     block = next(list(block) for block in blocks(readme) if last in block)

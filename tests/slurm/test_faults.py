@@ -124,8 +124,8 @@ class Fault:
     inflict: Callable[[Job], None]
     says: str = ""  # what the log says, if the job ends
     mend: Callable[[Job], None] = lambda job: None
-    goes_on: bool | None = False  # without help; else the job fails, and goes on when it is requeued; None: either
-    retried: bool = False  # whether it goes on where dead processes are started again
+    recovers: bool | None = False  # without help; else the job fails, and continues when it is requeued; None: either
+    retried: bool = False  # whether it recovers where dead processes are started again
     asked: bool = False  # whether SLURM asks the job to stop, so that one which listens loses no step
     anew: bool = False  # whether the job has to start anew, since the fault took its checkpoint
     sleep: int = 2  # seconds that each epoch of the job's first start takes longer
@@ -135,10 +135,10 @@ class Fault:
 FAULTS = {
     "SIGKILL to one process": Fault(kill_worker, "(SIGKILL|Killed)", retried=True, elsewhere=True),
     "SIGKILL to all processes": Fault(kill_all, "(SIGKILL|Killed)", elsewhere=True),
-    "time limit": Fault(lambda job: job.lab.timelimit(job.id), goes_on=True, asked=True, elsewhere=True),
-    "preempted": Fault(lambda job: job.lab.requeue(job.id), goes_on=True, asked=True, elsewhere=True),
-    "network of a node lost": Fault(cut, goes_on=None, sleep=30),
-    "`slurmd` of a node stopped": Fault(stop_slurmd, goes_on=True, sleep=30),
+    "time limit": Fault(lambda job: job.lab.timelimit(job.id), recovers=True, asked=True, elsewhere=True),
+    "preempted": Fault(lambda job: job.lab.requeue(job.id), recovers=True, asked=True, elsewhere=True),
+    "network of a node lost": Fault(cut, recovers=None, sleep=30),
+    "`slurmd` of a node stopped": Fault(stop_slurmd, recovers=True, sleep=30),
     "disk full": Fault(fill, "cannot write .*No space left", lambda job: (job.output.parent / "full").unlink()),
     "checkpoint truncated": Fault(truncate, "is damaged", move_away, anew=True),
     "output folder removed": Fault(remove_output, "cannot write .*No such file", retried=True, anew=True),
@@ -146,10 +146,10 @@ FAULTS = {
 CELLS = [pytest.param(fault, marks=[pytest.mark.faults] * row.elsewhere) for fault, row in FAULTS.items()]
 
 
-def goes_on(fault: str, example: str) -> bool | None:
+def recovers(fault: str, example: str) -> bool | None:
     """Whether an example's job survives a fault without help."""
     row = FAULTS[fault]
-    return True if row.retried and LAUNCHERS[example].job_recovers else row.goes_on
+    return True if row.retried and LAUNCHERS[example].job_recovers else row.recovers
 
 
 def loses_no_step(fault: str, example: str) -> bool:
@@ -160,9 +160,9 @@ def loses_no_step(fault: str, example: str) -> bool:
 def table() -> str:
     """Return the matrix as the README shows it."""
     rows = [("fault", *EXAMPLES), ("---",) * (len(EXAMPLES) + 1)]
-    words = {True: "goes on", False: "fails", None: "either"}
+    words = {True: "recovers", False: "fails, resumable", None: "depends on timeouts"}
     for fault in FAULTS:
-        cells = [words[goes_on(fault, name)] + ", 0 steps lost" * loses_no_step(fault, name) for name in EXAMPLES]
+        cells = [words[recovers(fault, name)] + ", 0 steps lost" * loses_no_step(fault, name) for name in EXAMPLES]
         rows.append((fault, *cells))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
@@ -184,7 +184,7 @@ def test_fault(
     shipped_job: Callable[[], Reference],
     two_process_job: Callable[[], Reference],
 ) -> None:
-    """After its first epoch a job meets a fault: it goes on by itself, or fails in time with a clear line.
+    """After its first epoch a job meets a fault: it recovers by itself, or fails in time with a clear line.
 
     In the second case the fault is mended and the job requeued. In both it ends with an undisturbed job's bits.
     Where other tests do nearly the same with 2 processes, this one takes the shipped job.
@@ -196,13 +196,13 @@ def test_fault(
         (disk / example).mkdir()
         hand_over(disk / example)
         (folder / "output").symlink_to(disk / example)
-    job = submit(fragile, example, folder, "--timeout", "20", options=options)
+    job = submit(fragile, example, folder, "--timeout", str(20 + row.sleep), options=options)
     job.wait_for_line("epoch  1/")
     saved = LAUNCHERS[example].checkpoint
     wait_until(lambda: [*job.output.glob(saved)], 30, "the checkpoint, which may be written in the background")
     start, before = time.monotonic(), len(job.log)
     row.inflict(job)
-    going_on = goes_on(fault, example)
+    going_on = recovers(fault, example)
     if going_on is None:
         wait_until(lambda: job.shown["JobState"] not in ("RUNNING", "COMPLETING"), 60, "what SLURM makes of it")
         going_on = not job.ended

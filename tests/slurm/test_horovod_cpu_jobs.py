@@ -80,7 +80,8 @@ def test_language_model_and_staged_images(example: str, source: Path, lab: Lab, 
     words = ["--dataset", "mnist", "--batch-size", "16", "--epochs", "1"]
     images = submit(lab, example, folder, *words, STAGE="1", DATA_DIR="data")
     assert_completed(book)
-    assert f"TinyGPT on {folder}/book.txt: 2 processes on 2 nodes, mpi on cpu" in book.log and "tokens/s" in book.log
+    first = f"TinyGPT on {folder}/book.txt, 32 tokens per sample: 2 processes on 2 nodes, mpi on cpu"
+    assert first in book.log and "tokens/s" in book.log
     assert_completed(images)
     assert re.search(rf"copied data to \S+/data-{images.id} on 2 nodes in \d+ s", images.log), images.log
     assert "ConvNet on mnist: 4 processes on 2 nodes" in images.log
@@ -97,7 +98,8 @@ def test_language_model_with_staged_text(example: str, source: Path, lab: Lab, t
     job = submit(lab, example, folder, *arguments, **variables)
     assert_completed(job)
     assert re.search(rf"copied data to \S+/data-{job.id} on 2 nodes in \d+ s", job.log), job.log
-    assert "TinyGPT on book.txt: 4 processes on 2 nodes, mpi on cpu" in job.log and "tokens/s" in job.log
+    first = "TinyGPT on book.txt, 32 tokens per sample: 4 processes on 2 nodes, mpi on cpu"
+    assert first in job.log and "tokens/s" in job.log
     assert (job.output / "model.pt").exists()
     assert not staged(lab, job.id)
 

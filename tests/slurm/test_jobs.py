@@ -25,7 +25,7 @@ from tests.harness.jobs import (
     submit_four,
     two_processes,
 )
-from tests.harness.launchers import LAUNCHERS, copy_example
+from tests.harness.launchers import LAUNCHERS, ROOT, copy_example
 from tests.harness.processes import wait_until
 from tests.harness.runs import Reference
 
@@ -179,3 +179,18 @@ def wait_for_progress(job: Job, starts: int) -> None:
         wait_until(lambda: "train loss" in job.log.rpartition(since)[2], 90, "an epoch after it")
     except AssertionError as error:
         raise AssertionError(f"{error}: {job.shown['JobState']}\n{job.log}") from None
+
+
+@pytest.mark.faults
+@pytest.mark.only("lightning", "torchrun_multinode")
+def test_same_bits_as_ddp_spawn_with_four_processes(
+    example: str, shipped_job: Callable[[], Reference], tmp_path: Path
+) -> None:
+    """4 processes on 2 nodes end with the bits of ddp_spawn's 4 processes on one machine: DDP sums in the same order.
+
+    DeepSpeed and Horovod sum the gradients of more than 2 processes in another order.
+    """
+    folder = copy_example(ROOT / "examples" / "ddp_spawn", tmp_path / "ddp_spawn")
+    runs.train("ddp_spawn", folder, 4, SLURM_CPUS_PER_TASK="8")  # 2 threads each, as in the job
+    weights, others = (outputs.read_model(path) for path in (shipped_job().output, folder / "output"))
+    assert outputs.largest_difference(weights, others) == 0

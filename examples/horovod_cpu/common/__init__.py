@@ -1,1 +1,1 @@
-"""Models and data sets that every example shares; edit the top-level common/, then run `nox -s sync -- --fix`."""
+"""Models and data sets. In your own project this folder is yours to edit."""
