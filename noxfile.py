@@ -116,24 +116,25 @@ def faults(session: nox.Session, example: str) -> None:
     run_tests(session, example, "faults", at_once=2)
 
 
-def measure(session: nox.Session, script: str) -> None:
-    """Install what all examples need together, and run one of the scripts in benchmarks/."""
+def measure(session: nox.Session, *arguments: str) -> None:
+    """Install what all examples need together, and run benchmarks/measure.py."""
     for example in EXAMPLES:
         install(session, ROOT / "examples" / example)
     session.install("-r", "tests/requirements.txt", "-r", "benchmarks/requirements.txt")
-    session.run("python", f"benchmarks/{script}", *session.posargs)
+    session.run("python", "-m", "benchmarks.measure", *arguments)
 
 
 @nox.session
 def compare(session: nox.Session) -> None:
-    """Train with every example and compare weights, losses and costs: results/compare.* (`-- --slurm`: slurm.*)."""
-    measure(session, "compare.py")
+    """Train with every example and compare weights, losses and costs: results/local.* (`-- --slurm`: job.*)."""
+    arguments = [word for word in session.posargs if word != "--slurm"]
+    measure(session, "job" if "--slurm" in session.posargs else "local", *arguments)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure every example at 1 and 2 processes against a bare loop, on an idle machine: results/throughput.*."""
-    measure(session, "throughput.py")
+    measure(session, "throughput", *session.posargs)
 
 
 def differences(copy: Path) -> list[str]:

@@ -1,0 +1,1 @@
+"""The benchmarks: `python -m benchmarks.measure --help`, from the folder above this one."""
