@@ -283,7 +283,7 @@ def scaling(args: argparse.Namespace) -> None:
 
     It submits the examples' own run.slurm, one job at a time, on nodes that it shares with no other user: the ConvNet,
     synthetic 28x28 images. Weak scaling: --batch-size per process on any number of nodes. Strong scaling: the global
-    batch of the fewest nodes stays the same and is shared out over all processes. An epoch has 12,000 images, so
+    batch of the fewest nodes stays the same and is divided among all processes. An epoch has 12,000 images, so
     --batch-size times the number of processes may be 2,400 at most.
 
     The files in --output have the figures of this call. Each job's own files stay there, in jobs/, with its log;
@@ -297,7 +297,7 @@ def scaling(args: argparse.Namespace) -> None:
     for nodes in args.nodes:
         if args.batch_size * args.nodes[0] % nodes:
             args.error(
-                f"--batch-size {args.batch_size} cannot be shared out over {nodes} nodes: take a multiple of {nodes}"
+                f"--batch-size {args.batch_size} cannot be divided among {nodes} nodes: take a multiple of {nodes}"
             )
     speeds: list[report.Speed] = []
     for number in range(args.rounds):

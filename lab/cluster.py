@@ -276,7 +276,7 @@ class Lab:
         return subprocess.run(self.command(words, node, cwd, env, user), **options)
 
     def check_folder(self, words: Sequence[str], node: str, cwd: str) -> None:
-        """Raise LabError if a command cannot work in a folder, for a reason that a user of a lab can mend."""
+        """Raise LabError if a command cannot work in a folder, for a reason that a user of the lab can correct."""
         status = self.run(["test", "-w", "."], node, cwd).returncode
         if status == 0:
             return

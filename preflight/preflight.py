@@ -2,7 +2,7 @@
 
 On SLURM:  sbatch run.slurm [--pattern per-process] [--no-internet]
 
-Every task collects facts and posts them to task 0 in four rounds, over TCP. Nothing waits for ever, and a task that
+Every task collects facts and posts them to task 0 in four rounds, over TCP. Nothing waits forever, and a task that
 is lost, or late for a round, is not waited for again. Then task 0 has the facts judged: see verdict.py.
 """
 

@@ -33,7 +33,7 @@ def judge_names(reports: list[dict], job: Any) -> Row:
                 bad = [address for address in found if ipaddress.ip_address(address.split("%")[0]).is_loopback]
                 loopback += [f"on {report['node']} {name} is {address}" for address in bad]
     if loopback:
-        advice = f"{STAFF} to remove the line that does it (127.x.x.x) from /etc/hosts there: others wait for ever"
+        advice = f"{STAFF} to remove the line that does it (127.x.x.x) from /etc/hosts there: others wait forever"
         return few(loopback + unknown), "FAIL", advice
     if unknown:
         return few(unknown), "FAIL", f"{STAFF}: every node needs the names of all in DNS or /etc/hosts"
@@ -198,7 +198,7 @@ def judge_reduce(reports: list[dict], job: Any) -> Row:
             else:
                 speeds[backend] = min(speed, speeds.get(backend, speed))
     if faults:
-        advice = "first mend the rows above; else set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME (see run.slurm)"
+        advice = "first correct the rows above; else set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME (see run.slurm)"
         return few(faults), "FAIL", advice
     speed = speeds.get("nccl", speeds["gloo"])  # that of the backend that the examples use here
     result = ", ".join(f"{name} {speed:.0f} MB/s" for name, speed in speeds.items())
@@ -230,7 +230,7 @@ def judge(name: str, reports: list[dict], job: Any) -> Row:
     """Return the row of one check; whatever goes wrong becomes a row too."""
     have = [report for report in reports if name in report]
     if not have:
-        return "nothing was found out", "FAIL", "mend the other rows, then submit again"
+        return "nothing was found out", "FAIL", "correct the other rows, then submit again"
     failed = [r for r in have if isinstance(r[name], dict) and "error" in r[name]]
     if failed:
         return few(f"{r['node']}: {r[name]['error']}" for r in failed), "FAIL", f"{STAFF} about those nodes"

@@ -210,7 +210,7 @@ print("does without", error)
 
 @pytest.mark.thorough
 def test_two_runs_in_one_folder(example: str, folder: Path) -> None:
-    """While a run writes to its --output-dir a second one is refused, even with --resume; the first goes on.
+    """While a run writes to its --output-dir a second one is refused, even with --resume; the first continues.
 
     That a run which was killed leaves nothing behind that would stop the next one, test_killed_twice shows. On a file
     system that has no locks, as some on networks have none, nothing is refused.

@@ -29,7 +29,7 @@ def test_trains_on_idx_files(example: str, folder: Path) -> None:
 
 @pytest.mark.only("ddp_spawn")
 def test_truncated_idx_file(example: str, folder: Path) -> None:
-    """A truncated file ends the run with the folder and the command that fetches it anew."""
+    """A truncated file ends the run with the folder and the command that downloads it again."""
     path = samples.write_data(folder / "data", "mnist") / "train-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-100])
     run = runs.start(example, folder, 2, "--dataset", "mnist").wait(60)
@@ -51,7 +51,7 @@ def test_reads_idx_files(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("file", ["train-images", "train-labels", "t10k-images", "t10k-labels"])
 @pytest.mark.parametrize("left", [0, 2, 6, 40])
 def test_damaged_idx_files(tmp_path: Path, file: str, left: int) -> None:
-    """Whichever file is cut off, and wherever, the error says where it is and how to fetch it anew."""
+    """Whichever file is cut off, and wherever, the error says where it is and how to download it again."""
     path = next(samples.write_data(tmp_path, "mnist").glob(f"{file}*"))
     path.write_bytes(path.read_bytes()[:left])
     with pytest.raises(data.DataError, match=r"MNIST/raw .*python -m common\.data mnist"):

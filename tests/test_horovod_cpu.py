@@ -113,7 +113,7 @@ def test_learning_rate(example: str, folder: Path) -> None:
 
 @pytest.mark.faults
 def test_warmup_resumed(example: str, folder: Path) -> None:
-    """A run that ends in the middle of its warm-up and goes on has the same bits."""
+    """A run that ends in the middle of its warm-up and is resumed has the same bits."""
     arguments = "--scale-lr --warmup-epochs 2 --epochs {} --output-dir {}"
     runs.train(example, folder, 2, *arguments.format(3, "whole").split())
     runs.train(example, folder, 2, *arguments.format(1, "resumed").split())
@@ -144,7 +144,7 @@ def test_lm_reaches_the_floor(example: str, folder: Path) -> None:
 
 
 def test_lm_on_devanagari(example: str, folder: Path) -> None:
-    """A text of three bytes a letter: it trains, is killed, goes on with the same bits, and writes a line."""
+    """A text of three bytes a letter: it trains, is killed, resumes to the same bits, and prints a line."""
     (folder / "gita.txt").write_text(DEVANAGARI * 100, encoding="utf-8")
     arguments = "--text-file gita.txt --context 32 --epochs 3 --output-dir"
     whole = lm(folder, 2, f"{arguments} whole").wait(180)

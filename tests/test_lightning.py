@@ -30,7 +30,7 @@ def test_same_bits_as_ddp_spawn(example: str, tmp_path: Path, reference: Referen
 
 
 def test_in_an_allocation(example: str, folder: Path, reference: Reference) -> None:
-    """With SLURM's variables but without srun it trains on this node, and goes on, to the same bits.
+    """With SLURM's variables but without srun it trains on this node, and resumes to the same bits.
 
     Once as in a batch script, once as in a shell that `srun --pty` has started. Lightning's loggers, asked for,
     log what metrics.csv has; the reference run, without one, leaves nothing of theirs.

@@ -28,7 +28,7 @@ def nox(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_sync(tmp_path: Path) -> None:
-    """`nox -s sync` fails on a changed, a missing and an extra file, names them, and --fix mends them."""
+    """`nox -s sync` fails on a changed, a missing and an extra file, names them, and --fix corrects them."""
     for name in ("common", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("output", "data", ".venv"))
     shutil.copy(ROOT / "noxfile.py", tmp_path)

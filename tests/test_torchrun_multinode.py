@@ -49,7 +49,7 @@ def test_same_bits_as_ddp_spawn(example: str, tmp_path: Path, reference: Referen
 
 
 def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -> None:
-    """A signal in mid-epoch: all processes stop after the same step; --resume goes on there, to the same bits.
+    """A signal in mid-epoch: all processes stop after the same step; --resume continues there, to the same bits.
 
     SIGTERM goes to torchrun, which passes it on; SIGUSR1 to a single process, which has to tell the others.
     """

@@ -65,7 +65,7 @@ def setup(args):
     if args.world_size == 1 and tasks > 1:
         fail(ALONE.format(tasks))
     cores = len(os.sched_getaffinity(0)) // hvd.local_size()  # horovod: share the cores of the node
-    if tasks == args.world_size:  # started by srun, which gives each process cores of its own
+    if tasks == args.world_size:  # started by srun, which gives each process its own cores
         cores = int(os.environ.get("SLURM_CPUS_PER_TASK", cores))
     # By default each process would use all cores: slower.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores))

@@ -246,7 +246,7 @@ def prepare_process(args, local_rank):
             "GLOO_SOCKET_IFNAME", "lo"
         )  # on one machine: works even if its host name cannot be resolved
         os.environ["LOCAL_RANK"] = f"{local_rank}"  # lightning: with this set, it starts no processes itself
-    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) if SRUN else 0  # srun gives each process cores of its own
+    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) if SRUN else 0  # srun gives each process its own cores
     torch.set_num_threads(cores or max(1, len(os.sched_getaffinity(0)) // args.devices))
     os.environ["OMP_NUM_THREADS"] = f"{torch.get_num_threads()}"  # lightning: else it sets another number
     sys.stdout.reconfigure(line_buffering=True)

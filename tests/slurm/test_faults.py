@@ -1,4 +1,4 @@
-"""The fault matrix: each fault on each example's job ends as the README's table says; mended, it has the same bits."""
+"""The fault matrix: each fault on each job ends as the README says; resumed, the job has the same bits."""
 
 import os
 import re
@@ -123,11 +123,11 @@ class Fault:
 
     inflict: Callable[[Job], None]
     says: str = ""  # what the log says, if the job ends
-    mend: Callable[[Job], None] = lambda job: None
+    repair: Callable[[Job], None] = lambda job: None
     recovers: bool | None = False  # without help; else the job fails, and continues when it is requeued; None: either
     retried: bool = False  # whether it recovers where dead processes are started again
     asked: bool = False  # whether SLURM asks the job to stop, so that one which listens loses no step
-    anew: bool = False  # whether the job has to start anew, since the fault took its checkpoint
+    restarts: bool = False  # whether the job has to start over, since the fault took its checkpoint
     sleep: int = 2  # seconds that each epoch of the job's first start takes longer
     elsewhere: bool = False  # whether other tests do nearly the same, so that this one is for `nox -s faults`
 
@@ -140,8 +140,8 @@ FAULTS = {
     "network of a node lost": Fault(cut, recovers=None, sleep=30),
     "`slurmd` of a node stopped": Fault(stop_slurmd, recovers=True, sleep=30),
     "disk full": Fault(fill, "cannot write .*No space left", lambda job: (job.output.parent / "full").unlink()),
-    "checkpoint truncated": Fault(truncate, "is damaged", move_away, anew=True),
-    "output folder removed": Fault(remove_output, "cannot write .*No such file", retried=True, anew=True),
+    "checkpoint truncated": Fault(truncate, "is damaged", move_away, restarts=True),
+    "output folder removed": Fault(remove_output, "cannot write .*No such file", retried=True, restarts=True),
 }
 CELLS = [pytest.param(fault, marks=[pytest.mark.faults] * row.elsewhere) for fault, row in FAULTS.items()]
 
@@ -186,7 +186,7 @@ def test_fault(
 ) -> None:
     """After its first epoch a job meets a fault: it recovers by itself, or fails in time with a clear line.
 
-    In the second case the fault is mended and the job requeued. In both it ends with an undisturbed job's bits.
+    In the second case the fault is repaired and the job requeued. In both it ends with an undisturbed job's bits.
     Where other tests do nearly the same with 2 processes, this one takes the shipped job.
     """
     row = FAULTS[fault]
@@ -212,10 +212,10 @@ def test_fault(
         assert_failed(job, within)
         assert re.search(row.says, job.log[before:]), job.log
         print(f"{fault}: failed {time.monotonic() - start:.0f} s later")
-        row.mend(job)
+        row.repair(job)
         fragile.requeue(job.id)
     assert_completed(job, EPOCHS, processes=None if row.elsewhere else 2)
-    assert job.log.count(LAUNCHERS[example].first_line) >= 2 and ("continuing after epoch" in job.log) != row.anew
+    assert job.log.count(LAUNCHERS[example].first_line) >= 2 and ("continuing after epoch" in job.log) != row.restarts
     if loses_no_step(fault, example):
         assert_no_step_lost(job, requeued=fault == "preempted")
     outputs.assert_same_run(job.output, (shipped_job if row.elsewhere else two_process_job)().output)

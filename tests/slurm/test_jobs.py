@@ -141,7 +141,7 @@ def test_slow_disk(example: str, source: Path, lab: Lab, tmp_path: Path) -> None
 def test_preempted_and_killed(
     example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]
 ) -> None:
-    """A preempted job starts again by itself and continues; its log goes on. SIGKILL to a worker: the job fails.
+    """A preempted job starts again by itself, continues, and appends to its log. SIGKILL to a worker: the job fails.
 
     Requeued, it continues. The same with what started the workers, where srun does not. In the end it has the same
     bits. A launcher that starts a dead worker again needs no requeue.

@@ -53,7 +53,7 @@ def test_failed_requeue(example: str, source: Path, lab: Lab, tmp_path: Path) ->
     wait_for_start(folder, job.id)
     lab.timelimit(job.id)
     job.wait_for_line("run.slurm: error: the requeue failed, see above")
-    if not LAUNCHERS[example].job_recovers:  # it goes on for the rest of its time
+    if not LAUNCHERS[example].job_recovers:  # it trains for the rest of its time
         assert job.shown["JobState"] == "RUNNING"
         (job.output / "finish").touch()
     assert job.wait().shown["JobState"] == ("FAILED" if LAUNCHERS[example].job_recovers else "COMPLETED")

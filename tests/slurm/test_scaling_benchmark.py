@@ -61,7 +61,7 @@ def test_scaling(example: str, source: Path, tmp_path: Path) -> None:
 
 
 def test_bad_numbers(example: str) -> None:
-    """A batch that cannot be shared out is refused with one line."""
+    """A batch that cannot be divided is refused with one line."""
     refused = subprocess.run([*ALONE, "--nodes", "1", "3"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert refused.returncode == 2 and "--batch-size 64 cannot be shared out over 3 nodes" in refused.stderr
+    assert refused.returncode == 2 and "--batch-size 64 cannot be divided among 3 nodes" in refused.stderr
     assert "Traceback" not in refused.stderr
