@@ -12,6 +12,7 @@ import torch
 from tests.harness import edits, outputs, refusals, runs, samples
 from tests.harness.launchers import LAUNCHERS, PRINTED, SECOND_LAUNCHERS, Launcher, copy_example
 from tests.harness.processes import wait_until
+from tests.harness.readme import fences
 from tests.harness.runs import Reference
 
 EPOCHS = 5  # of a run with the default settings
@@ -316,8 +317,8 @@ def test_readme_and_requirements(example: str, source: Path) -> None:
     readme = (source / "README.md").read_text()
     titles = ["What it shows", "Run locally", "Run on SLURM", "Expected output", "Make it yours", "When it fails"]
     assert re.findall("^## (.+)$", readme, re.MULTILINE) == titles
-    recipes = re.findall(r"^```(?:python|diff)\n.*?^```$", readme, re.MULTILINE | re.DOTALL)
-    assert len(readme.splitlines()) - sum(len(recipe.splitlines()) for recipe in recipes) <= 140
+    recipes = [text for language in ("python", "diff") for text in fences(source / "README.md", language)]
+    assert len(readme.splitlines()) - sum(len(text.splitlines()) + 2 for text in recipes) <= 140
     local = readme.partition("## Run locally")[2].partition("## ")[0]
     assert " ".join(LAUNCHERS[example].command(2)) in local.splitlines()
     for line in (source / "requirements.txt").read_text().splitlines():

@@ -76,9 +76,8 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device):
     """Return the mean training loss and the number of samples, both over all processes, and the time in seconds."""
     ddp_model.train()
     start = time.perf_counter()
-    sums = torch.zeros(
-        2, dtype=torch.float64, device=device
-    )  # loss, samples: on the device, so that no step waits for them
+    # Loss and samples stay on the device, so that no step waits for them.
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in train_loader:
         images, labels = images.to(device, DTYPES[args.precision]), labels.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
@@ -115,7 +114,7 @@ def main(rank, args, port):
     """Train as process number `rank` of args.world_size; `port` is the port of the TCPStore that launch() opened."""
     train_set, test_set = load_data(args)
     device = setup(args, rank, port)
-    checkpoint = broadcast_checkpoint(args, rank, device)
+    checkpoint = broadcast_checkpoint(args, device)
 
     # Data: a batch is read by indexing the data set with a list of indices, therefore batch_size=None.
     # ddp: shuffled shards of equal length, so that all processes take the same number of steps
@@ -211,9 +210,7 @@ def prepare_process(args):
     threading.Thread(target=exit_with_parent, daemon=True).start()
     sys.stdout.reconfigure(line_buffering=True)
     if args.processes == args.world_size:
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", "lo"
-        )  # on one machine: works even if its host name cannot be resolved
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works even if the host name cannot be resolved
     # DDP warns about the strides of conv1's gradient. It is harmless: with one channel, both memory layouts are equal.
     warnings.filterwarnings("ignore", "Grad strides")
 
@@ -291,9 +288,9 @@ def read_checkpoint(args):
     return checkpoint, None
 
 
-def broadcast_checkpoint(args, rank, device):
+def broadcast_checkpoint(args, device):
     """Return the checkpoint that rank 0 reads and sends to all, or None; other nodes may not see the file yet."""
-    found = [read_checkpoint(args) if rank == 0 else None]
+    found = [read_checkpoint(args) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, device=device)
     checkpoint, error = found[0]
     if error:
@@ -363,7 +360,7 @@ def report_failure(context, error):
     for file in filter(os.path.exists, context.error_files):
         print(pickle.loads(Path(file).read_bytes()), file=sys.stderr)
     cause = getattr(error, "signal_name", None) or "an exception"
-    sys.exit(f"train.py: error: process {error.error_index} ended with {cause}: correct that, then use --resume")
+    sys.exit(f"train.py: error: process {error.error_index} ended with {cause}: fix the cause, then use --resume")
 
 
 if __name__ == "__main__":

@@ -85,9 +85,8 @@ def train_one_epoch(engine, train_loader, device):
     """Return the mean training loss and the number of samples, both over all processes, and the time in seconds."""
     engine.train()
     start = time.perf_counter()
-    sums = torch.zeros(
-        2, dtype=torch.float64, device=device
-    )  # loss, samples: on the device, so that no step waits for them
+    # Loss and samples stay on the device, so that no step waits for them.
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     dtype = next(engine.parameters()).dtype  # of the weights, as the config file says
     per_step = engine.gradient_accumulation_steps()
     for images, labels in islice(train_loader, len(train_loader) // per_step * per_step):  # only complete steps
@@ -107,8 +106,9 @@ def evaluate(engine, test_loader, device):
     """Return the mean test loss and the accuracy, from 0 to 1, over the samples of all processes."""
     engine.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
+    dtype = next(engine.parameters()).dtype
     for images, labels in test_loader:
-        images, labels = images.to(device, next(engine.parameters()).dtype), labels.to(device)
+        images, labels = images.to(device, dtype), labels.to(device)
         logits = engine(images)
         sums[0] += F.cross_entropy(logits.float(), labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
@@ -130,6 +130,16 @@ def create_engine(args, config):
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     dist.set_timeout(timedelta(seconds=args.timeout), engine.data_parallel_group)  # deepspeed: 30 minutes else
     return engine
+
+
+def gather_weights(model):
+    """Return the state dict in fp32, gathered from the shards of all processes, on each of them."""
+    weights = {}
+    for name, weight in model.state_dict(keep_vars=True).items():
+        gathered = safe_get_full_fp32_param(weight)  # deepspeed: all processes call it; None if it is no shard
+        weight = (weight if gathered is None else gathered).detach().cpu()
+        weights[name] = weight.float() if weight.is_floating_point() else weight
+    return weights
 
 
 @record  # torchrun: reports the traceback of the process that failed first
@@ -162,9 +172,8 @@ def main(args):
     shard = range(rank, len(test_set), args.world_size)
     test_batches = list(BatchSampler(shard, args.batch_size, drop_last=False))
     longest = math.ceil(len(test_set) / (args.world_size * args.batch_size))
-    test_batches += [[]] * (
-        longest - len(test_batches)
-    )  # deepspeed: at stage 3 all processes must call forward equally often
+    # deepspeed: at stage 3 all processes must call forward equally often
+    test_batches += [[]] * (longest - len(test_batches))
     test_loader = DataLoader(test_set, sampler=test_batches, batch_size=None)
 
     # Train
@@ -183,16 +192,6 @@ def main(args):
     if rank == 0:
         write(args.output_dir / "model.pt", lambda file: torch.save(weights, file))
     shut_down(f"finished: test acc {history[-1]['test_accuracy']:.2%}, model in {args.output_dir / 'model.pt'}")
-
-
-def gather_weights(model):
-    """Return the state dict in fp32, gathered from the shards of all processes, on each of them."""
-    weights = {}
-    for name, weight in model.state_dict(keep_vars=True).items():
-        gathered = safe_get_full_fp32_param(weight)  # deepspeed: all processes call it; None if it is no shard
-        weight = (weight if gathered is None else gathered).detach().cpu()
-        weights[name] = weight.float() if weight.is_floating_point() else weight
-    return weights
 
 
 # ---- Below: what makes runs restartable and errors readable. Skip it on a first reading. ----
@@ -236,9 +235,7 @@ def prepare_process(args):
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its launcher
     sys.stdout.reconfigure(line_buffering=True)
     if args.processes == args.world_size:
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", "lo"
-        )  # on one machine: works even if its host name cannot be resolved
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works even if the host name cannot be resolved
     deepspeed.ops.__compatible_ops__ = {}  # DeepSpeed would compile an op for inference on CPUs: not needed here
 
 

@@ -112,9 +112,8 @@ def train_one_epoch(args, model, train_loader, optimizer, device, epoch):
         with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
             logits = model(images)
         loss = F.cross_entropy(logits.to(images.dtype), labels)
-        (
-            loss / args.gradient_accumulation_steps
-        ).backward()  # horovod: starts to average the gradients, if the step is complete
+        # horovod: the last backward pass of a step starts to average the gradients
+        (loss / args.gradient_accumulation_steps).backward()
         sums[0] += loss.detach() * len(labels)
         sums[1] += len(labels)
         if micro_batch + 1 == args.gradient_accumulation_steps:

@@ -75,9 +75,8 @@ def train_one_epoch(args, model, train_loader, optimizer, epoch):
         step, micro_batch = divmod(number, args.gradient_accumulation_steps)
         optimizer.param_groups[0]["lr"] = learning_rate(args, epoch + step / steps)
         loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
-        (
-            loss / args.gradient_accumulation_steps
-        ).backward()  # horovod: starts to average the gradients, if the step is complete
+        # horovod: the last backward pass of a step starts to average the gradients
+        (loss / args.gradient_accumulation_steps).backward()
         sums[0] += loss.detach() * labels.numel()
         sums[1] += labels.numel()
         if micro_batch + 1 == args.gradient_accumulation_steps:

@@ -196,7 +196,7 @@ def launch(args):
     try:
         mp.start_processes(main, (args,), args.devices, start_method="fork")
     except mp.ProcessExitedException as error:
-        sys.exit(2 if error.exit_code == 2 else f"train.py: error: {error}: correct that, then use --resume")
+        sys.exit(2 if error.exit_code == 2 else f"train.py: error: {error}: fix the cause, then use --resume")
 
 
 # ---- Below: what makes runs restartable and errors readable. Skip it on a first reading. ----
@@ -242,9 +242,7 @@ def prepare_process(args, local_rank):
         os.environ["SLURM_NODELIST"] = os.environ["SLURM_STEP_NODELIST"]  # lightning: rank 0 is on the first of these
     else:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its launcher
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", "lo"
-        )  # on one machine: works even if its host name cannot be resolved
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works even if the host name cannot be resolved
         os.environ["LOCAL_RANK"] = f"{local_rank}"  # lightning: with this set, it starts no processes itself
     cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) if SRUN else 0  # srun gives each process its own cores
     torch.set_num_threads(cores or max(1, len(os.sched_getaffinity(0)) // args.devices))

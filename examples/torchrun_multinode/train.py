@@ -133,7 +133,7 @@ def main(args):
     train_set, test_set = load_data(args)
     device = setup(args)
     rank = dist.get_rank()
-    checkpoint = broadcast_checkpoint(args, rank, device)
+    checkpoint = broadcast_checkpoint(args, device)
 
     # Data: a batch is read by indexing the data set with a list of indices, therefore batch_size=None.
     # ddp: shuffled shards of equal length, so that all processes take the same number of steps
@@ -223,9 +223,7 @@ def prepare_process(args):
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its launcher
     sys.stdout.reconfigure(line_buffering=True)
     if args.processes == args.world_size:
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", "lo"
-        )  # on one machine: works even if its host name cannot be resolved
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works even if the host name cannot be resolved
     # DDP warns about the strides of conv1's gradient. It is harmless: with one channel, both memory layouts are equal.
     warnings.filterwarnings("ignore", "Grad strides")
     for number in (signal.SIGUSR1, signal.SIGTERM):  # preemption: remember the signal until the next vote
@@ -303,9 +301,9 @@ def read_checkpoint(args):
     return checkpoint, None
 
 
-def broadcast_checkpoint(args, rank, device):
+def broadcast_checkpoint(args, device):
     """Return the checkpoint that rank 0 reads and sends to all, or None; other nodes may not see the file yet."""
-    found = [read_checkpoint(args) if rank == 0 else None]
+    found = [read_checkpoint(args) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, device=device)
     checkpoint, error = found[0]
     if error:

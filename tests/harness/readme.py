@@ -10,8 +10,7 @@ from tests.harness import runs
 
 def blocks(readme: Path) -> list[dict[str, str]]:
     """Return each fenced bash block of a README: its commands, with the comments after them."""
-    found = re.findall(r"^```bash\n(.*?)^```$", readme.read_text(), re.MULTILINE | re.DOTALL)
-    lines = [[line.partition(" #") for line in block.splitlines()] for block in found]
+    lines = [[line.partition(" #") for line in block.splitlines()] for block in fences(readme, "bash")]
     return [{command.strip(): comment.strip() for command, _, comment in block} for block in lines]
 
 
