@@ -87,6 +87,10 @@ def start(plan: Plan, cgroups: Path | None) -> None:
     for number in range(plan.gpus):
         os.mknod(plan.folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))  # as /dev/null
         (plan.folder / f"gpu{number}").chmod(0o666)
+    if os.path.exists("/dev/fuse"):  # for everybody, as on clusters: containers mount their images with it
+        os.mknod(plan.folder / "fuse", stat.S_IFCHR | 0o600, os.stat("/dev/fuse").st_rdev)
+        (plan.folder / "fuse").chmod(0o666)
+        mount(plan.folder / "fuse", "/dev/fuse", flags=MS_BIND)
     ip("link set lo up", "link add lab type bridge", "link set lab up")
     ip(f"address add {plan.addresses[HEAD]}/24 dev lab")
 

@@ -17,17 +17,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lab.base import SEARCH, LabError
+from lab.config import STUDENT
 from lab.keeper import LIBC, MS_BIND, MS_PRIVATE, MS_REC, check, mount
 
 SUITES = {
-    "trixie": "SLURM 24.11, Open MPI 5.0, PMIx 5, Python 3.13, GCC 14",
+    "trixie": "SLURM 24.11, Open MPI 5.0, PMIx 5, Python 3.13, GCC 14, Apptainer 1.4",
     "sid": "SLURM 26.05, Open MPI 6.0rc, Python 3.14, Apptainer 1.4",
 }
 PACKAGES = (
     *("ca-certificates", "python3", "python3-venv", "python3-pip", "python3-dev", "git", "procps"),
     *("slurm-wlm", "munge", "iproute2", "openmpi-bin", "libopenmpi-dev", "libpmix-dev", "g++", "make", "cmake"),
 )
-MORE = {"sid": ("apptainer", "squashfs-tools", "squashfuse", "uidmap", "fuse3")}
+APPTAINER = ("apptainer", "squashfuse", "fuse3", "debootstrap")
+# Debian has Apptainer in sid alone, but trixie, whose SLURM has PMIx, can run it. Nothing else is taken from there.
+FROM_SID = ("trixie",)
+PIN = "Package: *\nPin: release n=sid\nPin-Priority: 100\n"
 SETTINGS = ("/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt", "/root/.config/pip/pip.conf")
 CERTIFICATES = SETTINGS[1]
 ENVIRONMENT = {
@@ -61,6 +65,17 @@ def run(suite: str, command: Sequence[str], trees: Path, clone: str = "project",
 def default_folder() -> Path:
     """Where trees are kept unless somebody says otherwise."""
     return Path(os.environ.get("TREES") or Path(tempfile.gettempdir(), "debian-trees"))
+
+
+def why_not(suite: str) -> str | None:
+    """Say why there can be no tree of a suite in the default folder, or return None."""
+    if (default_folder() / suite / "complete").exists():
+        return None
+    try:
+        find_mirror()
+    except LabError as error:
+        return str(error)
+    return None if shutil.which("debootstrap", path=SEARCH) else "missing programs: debootstrap"
 
 
 @contextlib.contextmanager
@@ -103,9 +118,13 @@ def make(suite: str, tree: Path, mirror: str) -> None:
 
         step(["debootstrap", "--variant=minbase", suite, str(tree), mirror])
         copy_settings(tree, SETTINGS)
+        if suite in FROM_SID:
+            (tree / "etc/apt/sources.list.d/sid.list").write_text(f"deb {mirror} sid main\n")
+            (tree / "etc/apt/preferences.d/sid").write_text(PIN)
         step(["apt-get", "-o", "Acquire::Check-Valid-Until=false", "update", "-qq"], inside=True)
         install = ["apt-get", "install", "-qq", "-y", "--no-install-recommends"]
-        step([*install, *PACKAGES, *MORE.get(suite, ())], inside=True)
+        step([*install, *PACKAGES, *(APPTAINER if suite in SUITES else ())], inside=True)
+        step(["useradd", "--create-home", STUDENT], inside=True)  # who may build images: he gets subordinate user ids
         copy_settings(tree, [CERTIFICATES])  # the package ca-certificates has written its own
     (tree / "complete").touch()
 

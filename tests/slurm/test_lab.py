@@ -548,8 +548,8 @@ def test_tree_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suite", tree.SUITES)
 def test_tree(suite: str) -> None:
     """In another Debian, with another SLURM, a lab starts and a step runs on two nodes as an ordinary user."""
-    if not shutil.which("debootstrap") and not (tree.default_folder() / suite / "complete").exists():
-        pytest.skip("needs debootstrap")
+    if reason := tree.why_not(suite):
+        pytest.skip(reason)
     script = """
         python3 -m lab up --name tree
         python3 -m lab run --name tree --chdir / -- srun --nodes=2 id -un
