@@ -25,6 +25,10 @@ RUN_BY = {  # README: command: the test that runs it, or the file that does
             "test_commands.py::test_copy_one_out"
         ),
         "python train.py --processes 2": "test_commands.py::test_copy_one_out",
+        "python3 -m venv .venv": "test_environments.py::test_without_internet",
+        ".venv/bin/pip install --no-index --find-links wheels --requirement requirements.txt": (
+            "test_environments.py::test_without_internet"
+        ),
         "python train.py --dataset fashion_mnist --data-dir data": "test_data_files.py::test_trains_on_idx_files",
         "cd preflight && VENV=~/project/.venv sbatch run.slurm": "slurm/test_preflight.py::test_healthy",
         "python3 -m venv examples/ddp_spawn/.venv": LAB + "test_readme_of_the_repository",

@@ -71,8 +71,44 @@ def test_documents() -> None:
     documents = readme + (ROOT / "CONTRIBUTING.md").read_text()
     named = set(re.findall(r"nox -s \"?(\w+)", documents))
     assert named and all(re.search(rf"^[*-] {name}\b", sessions, re.MULTILINE) for name in named), (named, sessions)
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", documents) if "://" not in link]
-    assert links and all((ROOT / link).exists() for link in links)
+
+
+def anchors(document: Path) -> set[str]:
+    """Return the names under which the titles of a document can be linked to."""
+    titles = re.findall(r"^#+ (.*)", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+DOCUMENTS = [path for pattern in ("*.md", "*/*.md", "examples/*/*.md") for path in sorted(ROOT.glob(pattern))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links(document: Path) -> None:
+    """Links in the repository lead to what exists, the others begin with https; an example has none that leaves it."""
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    named = dict(re.findall(r"^\[([^\]]+)\]: (\S+)$", text, re.MULTILINE))
+    assert set(re.findall(r"\]\[([^\]]+)\]", text)) == set(named)
+    for link in [*re.findall(r"\]\(([^)]+)\)", text), *named.values()]:
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            assert link.startswith("https://"), link
+        else:
+            target = (document.parent / path).resolve() if path else document
+            assert target.exists() and (not anchor or anchor in anchors(target)), link
+            assert not document.is_relative_to(ROOT / "examples") or target.is_relative_to(document.parent), link
+
+
+def test_sites() -> None:
+    """Each system's sheet has the same seven facts, and each fact that is stated has a link to where it was read."""
+    sheets = re.findall(
+        r"^\| fact \|.*\n\|---.*\n((?:\|.*\n)+)", (ROOT / "sites" / "README.md").read_text(), re.MULTILINE
+    )
+    assert len(sheets) >= 12
+    for sheet in sheets:
+        rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in sheet.splitlines()]
+        names = [row[0] for row in rows]
+        assert names == ["header", "environment", "wheel", "network", "MPI", "local disk", "internet"], names
+        assert all("](" in row[2] or "][" in row[2] for row in rows if not row[1].startswith("not found")), rows
 
 
 def test_hosted_workflow() -> None:
@@ -85,7 +121,7 @@ def test_hosted_workflow() -> None:
 def test_run_slurm_header(name: str) -> None:
     """run.slurm has no line that sbatch would ignore, and no value that stands for another place."""
     lines = (ROOT / "examples" / name / "run.slurm").read_text().splitlines()
-    assert lines[0] == "#!/bin/bash" and 40 <= len(lines) <= 110
+    assert lines[0] == "#!/bin/bash" and 40 <= len(lines) <= 131
     rulers = [line.split()[2] for line in lines if line.startswith("# ---- ")]
     assert rulers == ["1", "2", "3"]
     assert not [line for line in lines if re.match(r"#+\s+SBATCH|\s+#SBATCH", line)]
@@ -242,6 +278,7 @@ def test_no_link_leaves_the_folder(name: str) -> None:
 
 
 SAME_IN_ALL = [
+    r"^export IMAGE=.*?^export -f in_image",
     r"^job=.*?(?=^checkpoint=)",
     r"^requeue\(\) {.*?^}\nwait_for\(\) {.*?^}\n",
     r"^step=.*?(?=^\[\[)",
@@ -250,11 +287,21 @@ SAME_IN_ALL = [
 
 
 @pytest.mark.parametrize("part", SAME_IN_ALL)
-def test_one_requeue_block(part: str) -> None:
-    """The parts of run.slurm that decide on a requeue and on the job's status are the same text in every example."""
+def test_same_text_in_run_slurm(part: str) -> None:
+    """What decides on the image, on a requeue and on the job's status is the same text in every run.slurm."""
     scripts = [(ROOT / "examples" / name / "run.slurm").read_text() for name in EXAMPLES]
     found = [re.findall(part, script, re.MULTILINE | re.DOTALL) for script in scripts]
     assert all(len(texts) == 1 for texts in found) and len({texts[0] for texts in found}) == 1, found
+
+
+def test_container_definitions() -> None:
+    """Each container.def is short, and the same text as ddp_spawn's but for what else an example has to install."""
+    texts = {name: (ROOT / "examples" / name / "container.def").read_text().splitlines() for name in EXAMPLES}
+    for name, lines in texts.items():
+        assert len(lines) <= 30, name
+        assert [line for line in lines if line in texts["ddp_spawn"]] == texts["ddp_spawn"], name
+        files = re.findall(r"^    (\S+[.]\w+) /opt/", "\n".join(lines), re.MULTILINE)
+        assert "requirements.txt" in files and all((ROOT / "examples" / name / file).exists() for file in files), name
 
 
 def write_output(folder: Path, weight: float, epochs: int) -> Path:

@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -177,6 +178,15 @@ def assert_failed(job: Job, seconds: float = 60) -> None:
     assert last.startswith("run.slurm: error:") and f"OUTPUT_DIR=output/{job.id} sbatch run.slurm" in last, job.log
 
 
+def assert_refused(job: Job, *texts: str) -> None:
+    """Check that a job has failed within 30 s with one error line."""
+    start = time.monotonic()
+    job.wait(30)
+    assert time.monotonic() - start < 30 and job.shown["JobState"] == "FAILED"
+    errors = [line for line in job.log.splitlines() if line.startswith("run.slurm: error:")]
+    assert len(errors) == 1 and all(text in errors[0] for text in texts), job.log
+
+
 def assert_no_step_lost(job: Job, stops: int = 1, requeued: int = 0) -> None:
     """Check that a job has stopped so many times after a step that all processes agreed on, and continued after it.
 
@@ -212,10 +222,15 @@ def stub(source: Path, folder: Path, text: str = STUB) -> Path:
     return folder
 
 
+def by_torchrun(folder: Path) -> bool:
+    """Return whether it is torchrun that starts the processes of a job."""
+    return "torch.distributed.run" in (folder / "run.slurm").read_text()
+
+
 def wait_for_start(folder: Path, name: str, starts: int = 1) -> None:
     """Wait until the stub has said so many times that it runs, in the log of the job `name`."""
     tasks = header(folder, "ntasks-per-node") * header(folder, "nodes")
-    processes = tasks * (2 if "torchrun" in (folder / "run.slurm").read_text().partition("# ---- 3")[2] else 1)
+    processes = tasks * (2 if by_torchrun(folder) else 1)
     log = folder / f"{folder.name}-{name}.out"
 
     def started() -> bool:
@@ -224,3 +239,29 @@ def wait_for_start(folder: Path, name: str, starts: int = 1) -> None:
         return text.count("started [") >= starts * processes
 
     wait_until(started, 120, f"start {starts} in {log}")
+
+
+def array_of_three(lab: Lab, folder: Path, **variables: str) -> None:
+    """In an array of 3 one task is requeued near its time limit: the finished and the running one are left alone.
+
+    The stub is in the place of train.py.
+    """
+    array = submit(lab, folder.name, folder, options=("--array=1-3", "--cpus-per-task=1"), **variables)
+    tasks = [f"{array.id}_{number}" for number in (1, 2, 3)]
+    ids = [lab.wait_for_job(task, "RUNNING")["JobId"] for task in tasks]
+    for job in ids:
+        wait_for_start(folder, job)
+    asked = ids.index(array.id)  # one task has the array's own id: `scontrol requeue` of that id means all of them
+    finished, other = (asked + 1) % 3, (asked + 2) % 3
+    (folder / "output" / tasks[finished] / "finish").touch()
+    lab.wait_for_job(tasks[finished])
+    lab.timelimit(tasks[asked])
+    wait_until(lambda: lab.job(tasks[asked])["Restarts"] == "1", 120, "the requeue of one task")
+    wait_for_start(folder, ids[asked], starts=2)
+    shown = [lab.job(task) for task in tasks]
+    assert [job["Restarts"] for job in shown] == [str(int(number == asked)) for number in range(3)]
+    states = {asked: "RUNNING", finished: "COMPLETED", other: "RUNNING"}
+    assert {number: job["JobState"] for number, job in enumerate(shown)} == states
+    for number in (asked, other):
+        (folder / "output" / tasks[number] / "finish").touch()
+        assert lab.wait_for_job(tasks[number])["JobState"] == "COMPLETED"

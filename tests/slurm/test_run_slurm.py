@@ -2,47 +2,24 @@
 
 import re
 import sys
+import venv
 from pathlib import Path
 
 import pytest
 
 from lab import Lab
 from tests.harness import edits
-from tests.harness.jobs import Job, header, stub, submit, wait_for_start
+from tests.harness.jobs import Job, array_of_three, header, stub, submit, wait_for_start
 from tests.harness.launchers import LAUNCHERS
 from tests.harness.processes import wait_until
 
 pytestmark = pytest.mark.slurm
 
 
-def output_of(folder: Path, name: str) -> Path:
-    """Return the output folder of a job, or of a task of a job array, called ARRAY_TASK."""
-    return folder / "output" / name
-
-
 @pytest.mark.thorough
 def test_job_array(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """In an array of 3 one task is requeued near its time limit: the finished and the running one are left alone."""
-    folder = stub(source, tmp_path / example)
-    array = submit(lab, example, folder, options=("--array=1-3", "--cpus-per-task=1"))
-    tasks = [f"{array.id}_{number}" for number in (1, 2, 3)]
-    ids = [lab.wait_for_job(task, "RUNNING")["JobId"] for task in tasks]
-    for job in ids:
-        wait_for_start(folder, job)
-    asked = ids.index(array.id)  # one task has the array's own id: `scontrol requeue` of that id means all of them
-    finished, other = (asked + 1) % 3, (asked + 2) % 3
-    (output_of(folder, tasks[finished]) / "finish").touch()
-    lab.wait_for_job(tasks[finished])
-    lab.timelimit(tasks[asked])
-    wait_until(lambda: lab.job(tasks[asked])["Restarts"] == "1", 120, "the requeue of one task")
-    wait_for_start(folder, ids[asked], starts=2)
-    shown = [lab.job(task) for task in tasks]
-    assert [job["Restarts"] for job in shown] == [str(int(number == asked)) for number in range(3)]
-    states = {asked: "RUNNING", finished: "COMPLETED", other: "RUNNING"}
-    assert {number: job["JobState"] for number, job in enumerate(shown)} == states
-    for number in (asked, other):
-        (output_of(folder, tasks[number]) / "finish").touch()
-        assert lab.wait_for_job(tasks[number])["JobState"] == "COMPLETED"
+    array_of_three(lab, stub(source, tmp_path / example))
 
 
 @pytest.mark.thorough
@@ -62,6 +39,13 @@ def test_failed_requeue(example: str, source: Path, lab: Lab, tmp_path: Path) ->
 REFUSED = {  # what is changed in run.slurm, options of sbatch, variables, what the line says
     "cores by GPU": ((r"^#SBATCH --cpus-per-task=.*\n", ""), (), {}, ["--cpus-per-task", "--cpus-per-gpu"]),
     "no environment": (("^$", ""), (), {"VENV": "no-such-folder"}, ["no-such-folder/bin/python", "set VENV"]),
+    "empty environment": (("^$", ""), (), {"VENV": "../empty"}, ["/empty cannot run train.py (", "README.md"]),
+    "no apptainer": (
+        (r"(type -P|\|\| echo) (apptainer|singularity)", r"\1 no-\2"),
+        (),
+        {"IMAGE": "a.sif"},
+        ["a.sif cannot run train.py (", "exec: no-apptainer: not found", "container.def"],
+    ),
     "two nodes": (("^$", ""), ("--nodes=2",), {}, ["2 tasks on 2 nodes", "--nodes=1 --ntasks-per-node=1"]),
     "GPUs in all": (("^$", ""), ("--gpus=2",), {}, ["--gpus-per-node", "--gpus may differ"]),
 }
@@ -76,6 +60,7 @@ def test_refused(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
         if fault == "GPUs in all" and (header(source, "nodes") == 1 or not LAUNCHERS[example].gpus):
             continue
         folder = stub(source, tmp_path / str(number) / example)
+        venv.create(folder.parent / "empty")
         script = (folder / "run.slurm").read_text()
         (folder / "run.slurm").write_text(re.sub(old, new, script, flags=re.MULTILINE))
         jobs[fault] = submit(lab, example, folder, options=options, **variables), texts

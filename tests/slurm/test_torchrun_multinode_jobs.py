@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tests.harness.jobs import (
     NODES,
     Job,
     assert_no_step_lost,
+    assert_refused,
     hand_over,
     on_this_machine_only,
     slowed,
@@ -90,15 +90,6 @@ def test_wrong_number_of_tasks(lab: Lab, example: str, source: Path, tmp_path: P
     """With --ntasks-per-node=2 the job ends at once, and one line names the option to change."""
     job = submit(lab, example, copy_example(source, tmp_path / example), options=("--ntasks-per-node=2",))
     assert_refused(job, "4 tasks on 2 nodes", "#SBATCH --ntasks-per-node=1")
-
-
-def assert_refused(job: Job, *texts: str) -> None:
-    """Check that a job has failed within 30 s with one error line."""
-    start = time.monotonic()
-    job.wait(30)
-    assert time.monotonic() - start < 30 and job.shown["JobState"] == "FAILED"
-    errors = [line for line in job.log.splitlines() if line.startswith("run.slurm: error:")]
-    assert len(errors) == 1 and all(text in errors[0] for text in texts), job.log
 
 
 @pytest.mark.parametrize("other_lab", [{"extra_conf": PARTITIONS}], indirect=True)

@@ -1,0 +1,186 @@
+"""Images that Apptainer builds from each container.def, and the shipped jobs in them, by IMAGE=example.sif.
+
+Built as on a cluster, by the ordinary user who submits the jobs, with two differences: the base is a Debian that
+debootstrap has made, since there is no registry of images here, and the image is not compressed.
+"""
+
+import os
+import pwd
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from lab import Lab, tree
+from lab.config import Plan
+from tests.harness import outputs
+from tests.harness.jobs import (
+    EPOCHS,
+    all_nodes,
+    array_of_three,
+    assert_completed,
+    assert_no_step_lost,
+    assert_refused,
+    by_torchrun,
+    hand_over,
+    header,
+    slowed,
+    stub,
+    submit,
+    two_processes,
+)
+from tests.harness.launchers import copy_example
+from tests.harness.runs import Reference
+
+pytestmark = [pytest.mark.slurm, pytest.mark.faults]
+UNCOMPRESSED = "-noI -noD -noF -noX"
+HERE = "`python -m lab tree trixie` has it, and test_other_slurm.py runs these tests there"
+
+
+def as_user(*words: str) -> list[str]:
+    """Return a command that the lab's user runs outside of the lab, where the internet is."""
+    account = pwd.getpwuid(int(Plan().account()["uid"]))
+    user = ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--init-groups"]
+    return [*user, "env", f"HOME={account.pw_dir}", f"USER={account.pw_name}", *words]
+
+
+@pytest.fixture(scope="session")
+def base(lab: Lab) -> Path:
+    """A folder with Debian and Python in the place of python:3.11-slim-bookworm; made once, and kept."""
+    if not shutil.which("apptainer"):
+        pytest.skip(f"needs Apptainer: {HERE}")
+    if reason := tree.why_not("container-base"):
+        pytest.skip(reason)
+    try:
+        pwd.getpwuid(int(Plan().account()["uid"]))
+    except KeyError:
+        pytest.skip(f"needs an ordinary user who owns this folder, or is called student: {HERE}")
+    folder = tree.default_folder() / "container-base"
+    folder.parent.mkdir(exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "complete").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            packages = "ca-certificates,python3,python3-dev,python3-venv"
+            words = ["debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", str(folder)]
+            subprocess.run([*words, tree.find_mirror()], check=True, stdout=subprocess.DEVNULL, timeout=600)
+            tree.copy_settings(folder, tree.SETTINGS)
+            shutil.rmtree(folder / "dev")  # devices, which an ordinary user cannot copy
+            (folder / "dev").mkdir()
+            (folder / "complete").touch()
+        if folder.stat().st_uid != Plan().account()["uid"]:
+            hand_over(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def image(source: Path, base: Path, session_folder: Path) -> Path:
+    """The image that the example's container.def describes: 6 GB, which pytest removes if all tests pass."""
+    folder = session_folder / "image" / source.name
+    with FileLock(f"{session_folder}/image.lock"):
+        if not (folder / "example.sif").exists():
+            hand_over(copy_example(source, folder))
+            words = ["apptainer", "build", "--mksquashfs-args", UNCOMPRESSED, "--build-arg", "BOOTSTRAP=localimage"]
+            words += ["--build-arg", f"FROM={base}", "example.sif", "container.def"]
+            done = subprocess.run(as_user(*words), cwd=folder, capture_output=True, text=True, timeout=1500)
+            assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return folder / "example.sif"
+
+
+def test_shipped_job(
+    example: str, source: Path, lab: Lab, image: Path, shipped_job: Callable[[], Reference], tmp_path: Path
+) -> None:
+    """The shipped job in the image, and one with GPUs (--nv), end with the bits of the job without an image."""
+    folder = copy_example(source, tmp_path / example)
+    job = submit(lab, example, folder, options=(all_nodes(source),), VENV="/nowhere", IMAGE=str(image))
+    small = submit(lab, example, folder, "--epochs=1", options=two_processes(source), IMAGE=str(image))
+    assert_completed(job, EPOCHS)
+    assert_completed(small, 1, processes=2)
+    print(job.log)
+    outputs.assert_same_run(job.output, shipped_job().output)
+    if example == "horovod_cpu":
+        assert "4 processes on 2 nodes, mpi on cpu" in job.log
+
+
+@pytest.mark.only("torchrun_multinode")
+def test_stopped_and_requeued(
+    example: str, source: Path, lab: Lab, image: Path, two_process_job: Callable[[], Reference], tmp_path: Path
+) -> None:
+    """Near its time limit, then preempted: the job in the image stops after a step, and ends with the same bits."""
+    sleep = "2 * (os.environ.get('SLURM_RESTART_COUNT', '0') in '01')"
+    folder = slowed(source, tmp_path / example, sleep)
+    job = submit(lab, example, folder, options=two_processes(source), IMAGE=str(image))
+    job.wait_for_line("epoch  1/")
+    lab.timelimit(job.id)
+    job.wait_for_line("continuing after epoch")
+    epoch = re.findall(r"continuing after epoch (\d)", job.log)[0]
+    job.wait_for_line(f"epoch  {int(epoch) + 1}/")
+    lab.requeue(job.id)
+    job.wait()
+    print(job.log)
+    assert job.shown["JobState"] == "COMPLETED" and job.shown["Restarts"] == "2", f"{job.shown}\n{job.log}"
+    assert_no_step_lost(job, stops=2, requeued=1)
+    outputs.assert_same_run(job.output, two_process_job().output)
+
+
+def test_job_array(example: str, source: Path, lab: Lab, image: Path, tmp_path: Path) -> None:
+    """A task of a job array is stopped near its time limit and requeued, alone, as without an image."""
+    array_of_three(lab, stub(source, tmp_path / example), IMAGE=str(image))
+
+
+LOOK = """
+import os, sys
+from pathlib import Path
+arguments = dict(zip(sys.argv[1:], sys.argv[2:]))
+Path("written").touch()
+print("read", [Path(arguments[name], "marker").read_text() for name in ("--data-dir", "--text-file")], flush=True)
+print("site", "site-packages" in "".join(path for path in sys.path if "elsewhere" in path), flush=True)
+sys.exit(7)
+"""
+
+
+def test_what_it_sees(example: str, source: Path, lab: Lab, image: Path) -> None:
+    """It sees the folder, whose name has a space, and data through links; an exit status is the job's, as without.
+
+    All of this lies where Apptainer shows nothing by itself. PYTHONPATH of a user's shell has no effect.
+    """
+    with tempfile.TemporaryDirectory(dir="/srv") as name:
+        place = Path(name)
+        place.chmod(0o755)
+        folder = stub(source, place / "my project" / example, LOOK)
+        (place / "disk").mkdir()
+        (place / "disk" / "marker").write_text("found")
+        (place / "link").symlink_to("disk")
+        (folder / "data").symlink_to(place / "disk")
+        words = ("--data-dir", "data", "--text-file", str(place / "link"))
+        variables = {"IMAGE": str(image), "PYTHONPATH": "/elsewhere/site-packages"}
+        job = submit(lab, example, folder, *words, **variables).wait()
+        assert "read ['found', 'found']" in job.log and "site False" in job.log, job.log
+        assert (folder / "written").exists()
+        assert job.shown["JobState"] == "FAILED"
+        # Where there are several tasks, srun ends the others by SIGTERM (143), and its status is the highest of all.
+        several = header(folder, "nodes") * header(folder, "ntasks-per-node") > 1
+        expected = ["1:0" if by_torchrun(folder) else "7:0", *["143:0"] * several]
+        assert job.shown["ExitCode"] in expected
+
+
+def test_refused(example: str, source: Path, lab: Lab, base: Path, tmp_path: Path) -> None:
+    """No such file, one that is no image, an image without what train.py imports: one line each, before srun."""
+    module = {"deepspeed": "deepspeed", "horovod_cpu": "horovod", "lightning": "lightning"}.get(example, "torch")
+    (tmp_path / "text.sif").write_text("not an image")
+    other = tmp_path / "other.sif"  # a folder can be an image as well
+    shutil.copytree(base, other, symlinks=True)
+    if module != "torch":
+        (other / "usr/lib/python3/dist-packages/torch").mkdir()
+        (other / "usr/lib/python3/dist-packages/torch/__init__.py").touch()
+    os.symlink("python3", other / "usr/bin/python")
+    hand_over(tmp_path)
+    for image, text in (("missing.sif", "no such file"), ("text.sif", "image"), ("other.sif", module)):
+        folder = stub(source, tmp_path / image.partition(".")[0] / example)
+        job = submit(lab, example, folder, IMAGE=f"../../{image}")
+        assert_refused(job, f"{image} cannot run train.py (", text)
+        assert "started" not in job.log
