@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 ROUNDS = {"hello": 30, "peers": 25, "torch": 120, "reduce": 75}  # seconds that task 0 waits for the others
@@ -296,6 +298,22 @@ def find_gpus(_: Job, __: dict[int, Any]) -> list[str]:
     return re.findall(r"^[\d.]+$", done.stdout, re.MULTILINE)  # messages of a failure are there too
 
 
+def find_wheel(_: Job, __: dict[int, Any]) -> dict[str, Any]:
+    """Return what decides which PyTorch fits: driver, compute capability and name of each GPU; a driver of AMD."""
+    facts: dict[str, Any] = {"gpus": [], "amd": os.path.exists("/dev/kfd"), "problem": ""}
+    end = time.monotonic() + 13
+    for fields in ("driver_version,compute_cap,name", "driver_version,name") if shutil.which("nvidia-smi") else ():
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=end - time.monotonic())
+        except (OSError, subprocess.SubprocessError) as error:
+            return {**facts, "problem": f"nvidia-smi: {type(error).__name__}"}
+        facts["gpus"] = re.findall(r"^([\d.]+), (?:([\d.]+), )?(.+)$", done.stdout, re.MULTILINE)
+        if facts["gpus"]:  # else an nvidia-smi that does not know compute_cap, such as that of driver 470
+            break
+    return facts
+
+
 def find_signals(job: Job, roster: dict[int, Any]) -> dict[str, Any]:
     """Try whether SLURM's signals reach what a task has started; where that cannot be tried, say why."""
     facts: dict[str, Any] = {"plugin": "", "tree": None, "problem": ""}
@@ -304,6 +322,8 @@ def find_signals(job: Job, roster: dict[int, Any]) -> dict[str, Any]:
         facts["plugin"] = "".join(re.findall(r"^ProctrackType\s*=\s*(\S+)", config, re.MULTILINE))
         if len(roster) < job.world:
             raise ConnectionError("a task is silent")  # it may not have blocked the signal yet, which would end it
+        if os.environ.get("IMAGE"):
+            raise InterruptedError("in an image processes begin with signals unblocked")  # it might end one
         facts["tree"] = signal_tree(f"{job.id}.{os.environ['SLURM_STEP_ID']}")
     except (OSError, subprocess.SubprocessError) as error:
         facts["problem"] = describe(error)
@@ -360,11 +380,12 @@ def try_gpus(job: Job, torch: Any) -> tuple[int, str]:
 def torch_process(job: Job, pipe: Any, other_end: Any) -> None:
     """Import torch and say so, wait for the address of a store, all-reduce, and say how fast."""
     other_end.close()  # so that the parent's end is noticed
+    facts: dict[str, Any] = {"version": sys.version.split()[0]}
     try:
         import torch
         import torch.distributed as dist
     except BaseException as error:  # even SystemExit
-        return pipe.send({"torch": {"error": describe(error)}})
+        return pipe.send({**facts, "torch": {"error": describe(error)}})
     from datetime import timedelta
 
     limit = timedelta(seconds=REDUCE_SECONDS)
@@ -372,7 +393,7 @@ def torch_process(job: Job, pipe: Any, other_end: Any) -> None:
     gpus, problem = try_gpus(job, torch)
     cuda, rocm = torch.version.cuda, torch.version.hip
     build = f"CUDA {cuda}" if cuda else f"ROCm {rocm}" if rocm else "CPU only"
-    facts = {"torch": torch.__version__, "build": build, "cuda": gpus, "gpu_problem": problem}
+    facts.update(torch=str(torch.__version__), build=build, cuda=gpus, gpu_problem=problem)
     pipe.send({**facts, "store": store.port if store else 0})
     try:
         host, port, backends = pipe.recv()
@@ -401,6 +422,22 @@ def torch_process(job: Job, pipe: Any, other_end: Any) -> None:
             pipe.send({backend: MEGABYTES / min(seconds)})  # the best: others may have waited for a busy core
         except Exception as error:
             pipe.send({backend: {"error": describe(error)}})
+
+
+def torch_in_image(job: Job, pipe: Any, other_end: Any) -> None:
+    """Become in_image(), in the image; the pipe becomes its standard input."""
+    other_end.close()
+    os.dup2(pipe.fileno(), 0)
+    gpus = ["--nv" if shutil.which("nvidia-smi") else "--rocm"] if asked_gpus() else []
+    code = f"import preflight; preflight.in_image({job.rank}, {job.world}, {job.pattern!r})"
+    words = [os.environ["APPTAINER"], "--quiet", "exec", *gpus, f"--bind={os.getcwd()}", f"--pwd={os.getcwd()}"]
+    os.execv(words[0], [*words, os.environ["IMAGE"], "python", "-Bc", code])
+
+
+def in_image(rank: int, world: int, pattern: str) -> None:
+    """Be the process with torch."""
+    pipe, stdin = (multiprocessing.connection.Connection(fd) for fd in (os.dup(0), 0))
+    torch_process(SimpleNamespace(rank=rank, world=world, pattern=pattern), pipe, stdin)
 
 
 def ask(process: Any, pipe: Any, key: str, seconds: float) -> dict[str, Any]:
@@ -456,13 +493,13 @@ def play(job: Job, board: Head | Guest, process: Any, pipe: Any) -> None:
     if job.rank == 0:
         probes["signals"] = find_signals
     if job.leader:
-        probes.update(names=find_names, connections=find_connections, shared=find_shared)
+        probes.update(names=find_names, connections=find_connections, shared=find_shared, wheel=find_wheel)
         if job.internet:
             probes["internet"] = find_internet
     board.exchange("peers", side_by_side(lambda name: probes[name](job, roster), probes, 15))
     found = ask(process, pipe, "torch", IMPORT_SECONDS)
     torch = f"torch {found['torch']}" if isinstance(found["torch"], str) else f"no torch ({found['torch']['error']})"
-    python = f"Python {sys.version.split()[0]}, {torch}, {sys.executable}"
+    python = f"Python {found.get('version', '?')}, {torch}, {os.environ.get('IMAGE') or sys.executable}"
     posts = board.exchange("torch", {**found, "python": python, "local": local})
     board.exchange("reduce", {"reduce": reduce(job, board, process, pipe, posts)})
 
@@ -493,7 +530,8 @@ def main() -> None:
         job = read_job(args)
         context = multiprocessing.get_context("fork")  # this script is standard input, which cannot be read again
         pipe, other_end = context.Pipe()
-        process = context.Process(target=torch_process, args=(job, other_end, pipe), daemon=True)
+        work = torch_in_image if os.environ.get("IMAGE") else torch_process
+        process = context.Process(target=work, args=(job, other_end, pipe), daemon=True)
         process.start()  # before there are threads, as a fork wants it
         other_end.close()
         if job.rank == 0:

@@ -9,12 +9,26 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 Row = tuple  # (result, status, advice)
 GRADIENTS, ETHERNET = 4.8, 130  # MB that the examples' ConvNet all-reduces in a step; MB/s that 1 GbE cannot reach
 STAFF = "ask the cluster's staff"
+
+# The table "Which PyTorch" of the repository's README: (torch, torchvision, UV_TORCH_BACKEND).
+PINS, CPU = ("2.15.0", "0.29.2", ""), ("2.15.0", "0.29.2", "cpu")  # those of every requirements.txt
+AMD = ("2.13.0", "0.28.0", "rocm7.2")
+NVIDIA = [  # the first row that fits: driver below, compute capability below
+    (450, 99, None),
+    (525, 99, ("2.6.0", "0.21.0", "cu118")),
+    (999, 7.5, ("2.14.0", "0.29.0", "cu126")),  # the last for V100 and older
+    (580, 10, ("2.14.0", "0.29.0", "cu126")),
+    (580, 99, ("2.11.0", "0.26.0", "cu128")),  # Blackwell
+    (999, 99, PINS),
+]
+BEFORE_TURING = re.compile(r"[VP]100|\b(P4|P40|M40)\b|TITAN V|GTX (9|10)\d\d")  # capability below 7.5
 
 
 def few(faults: Iterable[str]) -> str:
@@ -112,6 +126,7 @@ def judge_gpus(reports: list[dict], job: Any) -> Row:
     asked = reports[0]["asked_gpus"]
     if asked and os.environ.get("ALLOW_CPU") == "1" and not any(r.get("cuda") for r in reports):
         return f"{asked} a node asked for, unusable; ALLOW_CPU=1 permits the CPU", "ok", ""
+    wheels = {r["node"]: r["wheel"] for r in reports if "wheel" in r}  # the first task of a node has it
     for r in reports:
         asked, shown = r["asked_gpus"], len(r["gpus"])
         seen = r.get("cuda", shown)  # torch's count, else the driver's
@@ -124,7 +139,7 @@ def judge_gpus(reports: list[dict], job: Any) -> Row:
             advice, status = "#SBATCH --gpus-per-node=N; --gpus-per-task hides a node's GPUs from one another", "FAIL"
         elif asked > seen:
             faults.append(where)
-            advice, status = gpu_advice(r), "FAIL"
+            advice, status = gpu_advice(r, wheels.get(r["node"], {})), "FAIL"
         elif not asked and seen and status == "ok":
             faults.append(where)
             advice, status = "GPUs that were not asked for: #SBATCH --gpus-per-node=N", "WARN"
@@ -133,16 +148,82 @@ def judge_gpus(reports: list[dict], job: Any) -> Row:
     return f"{asked} a node asked for and usable", "ok", ""
 
 
-def gpu_advice(report: dict) -> str:
+def gpu_advice(report: dict, found: dict) -> str:
     """Say which torch to install, if it is torch that keeps this task from its GPUs."""
-    problem, install = report.get("gpu_problem", ""), "uv pip install --reinstall torch torchvision"
+    problem, build = report.get("gpu_problem", ""), report.get("build", "")
+    wrong = "no kernel image" in problem or "too old" in problem or build == "CPU only"
+    nvidia = found.get("gpus")
+    amd = found.get("amd") and not nvidia
+    if (wrong and report["gpus"] and nvidia) or (amd and not build.startswith("ROCm")):
+        return install(fitting([found]))
+    command = "uv pip install --reinstall torch torchvision"  # where the row `wheel` knows nothing
     if "no kernel image" in problem:
-        return f"this torch is not built for these GPUs; for V100 and older: UV_TORCH_BACKEND=cu126 {install}"
-    if report["gpus"] and ("too old" in problem or report.get("build") == "CPU only"):
-        return f"a torch for that driver: UV_CUDA_DRIVER_VERSION={report['gpus'][0]} UV_TORCH_BACKEND=auto {install}"
-    if report.get("build") == "CPU only" or not report["gpus"]:
-        return f"a torch for the node's GPUs: UV_TORCH_BACKEND=auto {install} there; if it finds no driver, {STAFF}"
+        return f"this torch is not built for these GPUs; for V100 and older: UV_TORCH_BACKEND=cu126 {command}"
+    if report["gpus"] and wrong:
+        return f"a torch for that driver: UV_CUDA_DRIVER_VERSION={report['gpus'][0]} UV_TORCH_BACKEND=auto {command}"
+    if build == "CPU only" or not (report["gpus"] or amd):
+        return f"a torch for the node's GPUs: UV_TORCH_BACKEND=auto {command} there; if it finds no driver, {STAFF}"
     return f"{STAFF} about those nodes"
+
+
+def fitting(nodes: list[dict]) -> tuple | None:
+    """Return what fits these nodes; where they differ, what fits the oldest driver and GPU."""
+    gpus = [gpu for found in nodes for gpu in found["gpus"]]
+    if not gpus:
+        return AMD if any(found["amd"] for found in nodes) else CPU
+    driver = min(int(version.split(".")[0]) for version, _, _ in gpus)
+    capabilities = [float(known or (7 if BEFORE_TURING.search(name) else 8)) for _, known, name in gpus]
+    capability = min(capabilities) if min(capabilities) < 7.5 else max(capabilities)
+    return next(wheel for above, limit, wheel in NVIDIA if driver < above and capability < limit)
+
+
+def install(wheel: tuple | None, file: str = "") -> str:
+    """Say how to install it: into an environment as it is, or by that file."""
+    if not wheel:
+        return f"{STAFF} for a newer driver"
+    torch, vision, backend = wheel
+    command = f"uv pip install --reinstall torch=={torch} torchvision=={vision}"
+    if file:
+        command = f"uv pip install -r {file}"
+    if backend:
+        command = f"UV_TORCH_BACKEND={backend} {command}"
+    if file:
+        command = f"pin these in {file}, then {command} (the README's table)"
+    return f"the site's own image or module first; else {command}" if wheel == AMD else command
+
+
+def describe(found: dict) -> str:
+    """Say which GPUs a node has, and which PyTorch fits them."""
+    kinds = Counter(f"{name} ({known})" if known else name for _, known, name in found["gpus"])
+    what = " and ".join(f"{number} {kind}" for kind, number in kinds.items())
+    what = f"{what}, driver {found['gpus'][0][0]}" if what else "AMD" if found["amd"] else "no GPU in this job"
+    torch, vision, backend = fitting([found]) or ("", "", "")
+    if not torch:
+        return f"{what}: too old for any PyTorch of today"
+    if torch == PINS[0]:
+        return f"{what}: the pins as they are, torch {torch}{backend and f', {backend}'}"
+    return f"{what}: torch {torch} and torchvision {vision}, {backend}"
+
+
+def judge_wheel(reports: list[dict], job: Any) -> Row:
+    """For information: which row of the README's table fits the nodes."""
+    known, texts = [], {}
+    for r in reports:
+        found = r["wheel"]
+        if found["problem"] or (r["asked_gpus"] and not found["gpus"] and not found["amd"]):
+            texts[r["node"]] = f"unknown: {found['problem'] or 'nvidia-smi shows none of the GPUs asked for'}"
+        else:
+            texts[r["node"]] = describe(found)
+            known.append(found)
+    different = set(texts.values())
+    result = different.pop() if len(different) == 1 else few(f"{node}: {text}" for node, text in texts.items())
+    wheel = fitting(known)
+    if wheel in (PINS, CPU):
+        return result, "ok", ""
+    advice = install(wheel, "requirements.txt")
+    if len({fitting([found]) for found in known}) > 1:
+        advice = f"nodes of one kind (#SBATCH --constraint=NAME), or the oldest node's row: {advice}"
+    return result, "ok", advice
 
 
 def judge_signals(reports: list[dict], job: Any) -> Row:
@@ -185,7 +266,8 @@ def judge_python(reports: list[dict], job: Any) -> Row:
         result = few(f"{', '.join(sorted(set(where)))}: {python}" for python, where in nodes.items())
         return result, "FAIL", "one environment in a folder that all nodes share; see VENV in run.slurm"
     if "no torch" in reports[0]["python"]:
-        return reports[0]["python"], "FAIL", "install requirements.txt on the login node; see VENV in run.slurm"
+        advice = "install requirements.txt on the login node; see VENV and IMAGE in run.slurm"
+        return reports[0]["python"], "FAIL", advice
     return reports[0]["python"], "ok", ""
 
 
@@ -218,6 +300,7 @@ CHECKS = {
     "shared": judge_shared,
     "port": judge_port,
     "gpus": judge_gpus,
+    "wheel": judge_wheel,
     "signals": judge_signals,
     "clock": judge_clocks,
     "internet": judge_internet,

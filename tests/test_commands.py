@@ -44,6 +44,7 @@ RUN_BY = {  # README: command: the test that runs it, or the file that does
         "VENV=~/project/.venv sbatch run.slurm --pattern per-process": (
             "slurm/test_preflight.py::test_per_process_without_internet"
         ),
+        "IMAGE=~/project/example.sif sbatch run.slurm": "slurm/test_preflight.py::test_image",
     },
     "examples/ddp_spawn/README.md": {
         "python train.py --dataset fashion_mnist --data-dir data": "test_data_files.py::test_trains_on_idx_files",

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,8 +22,8 @@ from tests.harness.launchers import ROOT
 from tests.harness.processes import wait_until
 
 FOLDER = ROOT / "preflight"
-ROWS = ["answers", "names", "connections", "cpus", "tasks", "shared", "port", "gpus", "signals", "clock", "python"]
-ROWS += ["reduce"]
+ROWS = ["answers", "names", "connections", "cpus", "tasks", "shared", "port", "gpus", "wheel", "signals", "clock"]
+ROWS += ["python", "reduce"]
 # Real torch, but with other answers to what it would ask a driver; it is imported in place of this file.
 TORCH = """
 import sys
@@ -41,6 +42,19 @@ OLD_DRIVER = (  # what torch says, in full
 
 pytestmark = [pytest.mark.slurm]
 needs_lab = pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
+
+
+def nvidia_smi(driver: str, capability: str, name: str) -> str:
+    """Return a script that answers for two GPUs; with no capability, it is one that does not know that field."""
+    unknown = 'Field "compute_cap" is not a valid field to query.'
+    return f"""case "$1" in
+    --query-gpu=driver_version) line="{driver}" ;;
+    --query-gpu=driver_version,name) line="{driver}, {name}" ;;
+    --query-gpu=driver_version,compute_cap,name) line="{driver}, {capability}, {name}" ;;
+    *) exit 9 ;;
+    esac
+    case "$1,{capability}" in *compute_cap*,) echo '{unknown}'; exit 2 ;; esac
+    echo "$line"; echo "$line" """
 
 
 class Run:
@@ -145,6 +159,7 @@ def test_healthy(place: Place) -> None:
     assert {name: row[1] for name, row in run.rows.items()} == dict.fromkeys(ROWS, "ok"), run.log
     assert run.status == 0 and run.info["JobState"] == "COMPLETED"
     assert re.fullmatch(r"gloo \d+ MB/s, 2 tasks: \d+ ms for a step's 4.8 MB", run.rows["reduce"][0])
+    assert run.rows["wheel"] == (f"no GPU in this job: the pins as they are, torch {PINS[0]}, cpu", "ok", "")
     assert not [name for name in os.listdir(place.folder) if name.startswith(".preflight")], "files are left"
 
 
@@ -174,30 +189,44 @@ def test_wrong_counts(place: Place) -> None:
     result, _, advice = run.rows["gpus"]
     assert "node1: 2 asked for, 0 in nvidia-smi (no driver), 0 usable in torch" in result
     assert "Found no NVIDIA driver" in result and "UV_TORCH_BACKEND=auto" in advice
+    assert run.rows["wheel"] == ("unknown: nvidia-smi shows none of the GPUs asked for", "ok", "")
 
 
 @needs_lab
 @pytest.mark.parametrize(
-    ("error", "build"),
+    ("error", "build", "gpu", "wheel"),
     [
-        (RuntimeError(OLD_DRIVER), "CUDA 13.2"),
-        (AssertionError("Torch not compiled with CUDA enabled"), "CPU only"),
+        (RuntimeError(OLD_DRIVER), "CUDA 13.2", ("470.57.02", "", "Tesla T4"), ("2.6.0", "0.21.0", "cu118")),
+        (
+            AssertionError("Torch not compiled with CUDA enabled"),
+            "CPU only",
+            ("550.54.15", "7.0", "Tesla V100-SXM2-16GB"),
+            ("2.14.0", "0.29.0", "cu126"),
+        ),
     ],
 )
-def test_torch_cannot_use_the_gpus(place: Place, error: Exception, build: str) -> None:
+def test_torch_cannot_use_the_gpus(
+    place: Place, error: Exception, build: str, gpu: tuple[str, str, str], wheel: tuple[str, str, str]
+) -> None:
     """The driver shows two GPUs, and torch has no use for them: the driver is too old, or the wheel is for CPUs."""
     cuda = build.removeprefix("CUDA ") if "CUDA" in build else None
-    venv = place.environment(**{"nvidia-smi": "echo 470.57.02; echo 470.57.02"})
+    venv = place.environment(**{"nvidia-smi": nvidia_smi(*gpu)})
     text = TORCH.format(folder=str(venv), error=repr(error), count=2 if cuda else 0, cuda=cuda)
     (venv / "torch.py").write_text(text)
     (venv / "bin/python").write_text(f'#!/bin/sh\nPYTHONPATH={venv} exec {sys.executable} "$@"\n')
     run = place.run("--nodes=1", "--gpus-per-node=2", venv=venv)
     assert run.failed == {"gpus"} and run.status == 1, run.log
-    start = "node1: 2 asked for, 2 in nvidia-smi (driver 470.57.02), 0 usable in torch"
+    driver, capability, name = gpu
+    start = f"node1: 2 asked for, 2 in nvidia-smi (driver {driver}), 0 usable in torch"
     assert re.match(rf"{re.escape(start)} \S+ \({build}\): {type(error).__name__}: ", run.rows["gpus"][0])
     assert str(error).split(".")[0] in run.rows["gpus"][0] and "http" not in run.rows["gpus"][0]
-    advice = "UV_CUDA_DRIVER_VERSION=470.57.02 UV_TORCH_BACKEND=auto uv pip install --reinstall torch torchvision"
-    assert advice in run.rows["gpus"][2] and run.rows["reduce"][1] == "ok"
+    torch, vision, backend = wheel
+    command = f"UV_TORCH_BACKEND={backend} uv pip install"
+    assert run.rows["gpus"][2] == f"{command} --reinstall torch=={torch} torchvision=={vision}"
+    shown = f"2 {name} ({capability})" if capability else f"2 {name}"
+    result, status, advice = run.rows["wheel"]
+    assert result == f"{shown}, driver {driver}: torch {torch} and torchvision {vision}, {backend}" and status == "ok"
+    assert f"{command} -r requirements.txt" in advice and run.rows["reduce"][1] == "ok"
 
 
 @needs_lab
@@ -248,10 +277,13 @@ def test_site_exports_nothing(place: Place) -> None:
 
 @needs_lab
 def test_refused(place: Place) -> None:
-    """run.slurm says in one line that there is no environment, or that it does not know the cores of a task."""
+    """run.slurm says in one line that there is no environment, or image, or no number of cores of a task."""
     script = place.folder / "run.slurm"
     text = script.read_text()
     missing = place.submit(venv="nowhere")
+    no_image = place.submit(env={"IMAGE": "nowhere.sif"})
+    bare = place.environment(python3="exit 1", apptainer="exit 9")  # in place of an old one
+    old = place.submit(env={"IMAGE": str(bare), "PATH": f"{bare}/bin:{os.environ['PATH']}"})
     header = "#SBATCH --cpus-per-gpu=2\n#SBATCH --gpus-per-node=2"
     script.write_text(text.replace("#SBATCH --cpus-per-task=4", header))
     try:
@@ -259,10 +291,38 @@ def test_refused(place: Place) -> None:
         unbound = place.lab.run(words, cwd=place.folder, env={"VENV": sys.prefix}, check=True).stdout.strip()
     finally:
         script.write_text(text)
-    for job, line in (missing, f"no {place.folder}/nowhere/bin/python: VENV"), (unbound, "no SLURM_CPUS_PER_TASK: "):
+    lines = {
+        missing: f"no {place.folder}/nowhere/bin/python: VENV",
+        unbound: "no SLURM_CPUS_PER_TASK: ",
+        no_image: f"no image {place.folder}/nowhere.sif",
+        old: f"beside {bare} preflight.py needs a python3 of 3.8",
+    }
+    for job, line in lines.items():
         run = place.finish(job)
         assert run.status == 2 and run.log.startswith(f"run.slurm: error: {line}"), run.log
         assert run.log.count("\n") == 1
+
+
+@needs_lab
+def test_image(place: Place) -> None:
+    """Torch is in the image only, and all the rest is as without; a stand-in for Apptainer, whose image is `python`."""
+    stand_in = """echo "apptainer $*"
+    while [ "$1" != "$IMAGE" ]; do [ "$1" != "${1#--pwd=}" ] && cd "${1#--pwd=}"; shift; done
+    shift; exec "$@" """
+    venv = place.environment(apptainer=stand_in, python3=f'exec {sys._base_executable} "$@"')
+    (venv / "example.sif").touch()
+    env = {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}", "IMAGE": f"{venv}/nothing/../example.sif"}
+    jobs = [place.submit(*options, venv="nowhere", env=env) for options in ((), ("--gpus-per-node=2", "--nodes=1"))]
+    run, gpus = map(place.finish, jobs)
+    assert run.status == 0 and {name: row[1] for name, row in run.rows.items()} == dict.fromkeys(ROWS, "ok"), run.log
+    assert re.search(rf", torch {re.escape(version('torch'))}\S*, {venv}/example.sif$", run.rows["python"][0])
+    options = f"--bind={place.folder} --pwd={place.folder} {venv}/example.sif python"
+    assert run.log.count(f"apptainer --quiet exec {options} ") == 2
+    assert "not tried: InterruptedError" in run.rows["signals"][0]
+    assert gpus.failed == {"gpus"} and f"apptainer --quiet exec --rocm {options} " in gpus.log  # there is no nvidia-smi
+    (venv / "bin/apptainer").write_text("#!/bin/sh\necho no such image >&2\nexit 255\n")
+    run = place.run(venv="nowhere", env=env)
+    assert run.failed == {"python", "reduce"} and "ended with status 255" in run.rows["python"][0], run.log
 
 
 @needs_lab
@@ -463,6 +523,159 @@ def test_gpus(
     torch |= {"cuda": cuda, "gpu_problem": ""} if isinstance(cuda, int) else {}
     row = verdict.judge("gpus", [report | torch | {"gpus": ["580.65"] * driver}], job)
     assert row[1] == status and advice in row[2]
+
+
+V100, H100, B200 = ("7.0", "Tesla V100-SXM2-32GB"), ("9.0", "NVIDIA H100 80GB HBM3"), ("10.0", "NVIDIA B200")
+CU118, CU126, CU128 = ("2.6.0", "0.21.0", "cu118"), ("2.14.0", "0.29.0", "cu126"), ("2.11.0", "0.26.0", "cu128")
+ROCM, PINS, CPU = ("2.13.0", "0.28.0", "rocm7.2"), ("2.15.0", "0.29.2", ""), ("2.15.0", "0.29.2", "cpu")
+MADE_FOR = {"V100": "7.0", "B200": "10.0"}  # GPUs that the README's table names, among others
+
+
+def node(*gpus: tuple[str, str, str], amd: bool = False, problem: str = "", name: str = "node1") -> dict[str, Any]:
+    """Return the report of a node with GPUs, each (driver, capability, name)."""
+    found = {"gpus": [list(gpu) for gpu in gpus], "amd": amd, "problem": problem}
+    return {"node": name, "asked_gpus": len(gpus), "wheel": found}
+
+
+@pytest.mark.parametrize(
+    ("report", "wheel", "result"),
+    [
+        (node(amd=True), ROCM, "AMD: torch 2.13.0 and torchvision 0.28.0, rocm7.2"),
+        (node(), CPU, f"no GPU in this job: the pins as they are, torch {PINS[0]}, cpu"),
+        (node(("440.33.01", "", "Tesla V100-PCIE-16GB")), None, "1 Tesla V100-PCIE-16GB, driver 440.33.01: too old"),
+        (
+            node(("450.80.02", "", "Tesla T4")),
+            CU118,
+            "1 Tesla T4, driver 450.80.02: torch 2.6.0 and torchvision 0.21.0",
+        ),
+        (node(("515.43.04", *V100)), CU118, "1 Tesla V100-SXM2-32GB (7.0), driver 515.43.04: torch 2.6.0"),
+        (node(("525.60.13", *V100)), CU126, "1 Tesla V100-SXM2-32GB (7.0), driver 525.60.13: torch 2.14.0"),
+        (node(("580.95.05", *V100)), CU126, "1 Tesla V100-SXM2-32GB (7.0), driver 580.95.05: torch 2.14.0"),
+        (
+            node(("580.95.05", "", "NVIDIA GeForce GTX 1080 Ti")),
+            CU126,
+            "1 NVIDIA GeForce GTX 1080 Ti, driver 580.95.05",
+        ),
+        (node(("580.95.05", "", "NVIDIA GeForce GTX 1650")), PINS, "1 NVIDIA GeForce GTX 1650, driver 580.95.05"),
+        (node(*[("550.54.15", *H100)] * 2), CU126, "2 NVIDIA H100 80GB HBM3 (9.0), driver 550.54.15: torch 2.14.0 and"),
+        (
+            node(("575.51.03", *B200)),
+            CU128,
+            "1 NVIDIA B200 (10.0), driver 575.51.03: torch 2.11.0 and torchvision 0.26.0",
+        ),
+        (node(("580.65.06", *H100)), PINS, "1 NVIDIA H100 80GB HBM3 (9.0), driver 580.65.06: the pins as they are"),
+        (
+            node(("615.10", *B200), amd=True),
+            PINS,
+            f"1 NVIDIA B200 (10.0), driver 615.10: the pins as they are, torch {PINS[0]}",
+        ),
+        (
+            node(("580.95.05", *H100), ("580.95.05", *V100)),
+            CU126,
+            "1 NVIDIA H100 80GB HBM3 (9.0) and 1 Tesla V100-SXM2",
+        ),
+    ],
+)
+def test_wheel(
+    verdict: ModuleType, job: SimpleNamespace, report: dict[str, Any], wheel: tuple | None, result: str
+) -> None:
+    """Each row of the table, for information; the advice is a command with that row's backend, or none."""
+    text, status, advice = verdict.judge("wheel", [report, report | {"node": "node2"}], job)
+    assert verdict.fitting([report["wheel"]]) == wheel
+    assert text.startswith(result) and "node" not in text and status == "ok"
+    if wheel is None:
+        assert "cluster's staff" in advice
+    elif wheel in (PINS, CPU):
+        assert not advice
+    else:
+        assert f"UV_TORCH_BACKEND={wheel[2]} uv pip install -r requirements.txt" in advice
+        assert ("the site's own image or module first" in advice) == (wheel == ROCM)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "backend"),
+    [
+        (("580.65.06", *H100), ("550.54.15", *H100), "cu126"),
+        (("580.65.06", *H100), ("580.65.06", *V100), "cu126"),
+        (("580.65.06", *B200), ("550.54.15", *H100), "cu128"),
+    ],
+)
+def test_wheel_of_different_nodes(
+    verdict: ModuleType, job: SimpleNamespace, one: tuple, other: tuple, backend: str
+) -> None:
+    """Both are named, and the advice fits both; a node that could not tell does not count."""
+    silent = node(("580", *H100), problem="TimeoutExpired: too slow", name="node3")
+    reports = [node(one), node(other, name="node2"), silent]
+    text, status, advice = verdict.judge("wheel", reports, job)
+    assert all(
+        f"node{number}: 1 {gpu[2]} ({gpu[1]}), driver {gpu[0]}" in text for number, gpu in ((1, one), (2, other))
+    )
+    assert "node3: unknown: TimeoutExpired" in text and status == "ok"
+    assert f"UV_TORCH_BACKEND={backend} " in advice and "--constraint" in advice
+    assert verdict.judge("wheel", [silent], job) == ("unknown: TimeoutExpired: too slow", "ok", "")
+    result = "unknown: nvidia-smi shows none of the GPUs asked for"
+    assert verdict.judge("wheel", [node() | {"asked_gpus": 2}], job) == (result, "ok", "")
+
+
+INSTALL = "uv pip install --reinstall torch=="
+
+
+@pytest.mark.parametrize(
+    ("report", "build", "problem", "advice"),
+    [
+        (
+            node(("580.65.06", *V100)),
+            "CUDA 13.2",
+            "no kernel image is available",
+            f"UV_TORCH_BACKEND=cu126 {INSTALL}2.14.0",
+        ),
+        (
+            node(("580.65.06", *B200)),
+            "CUDA 12.6",
+            "no kernel image is available",
+            f"{INSTALL}{PINS[0]} torchvision=={PINS[1]}",
+        ),
+        (node(("440.33.01", *V100)), "CUDA 13.2", "driver is too old", "ask the cluster's staff for a newer driver"),
+        (
+            node(("580.65.06", *H100), amd=True),
+            "CUDA 13.2",
+            "out of memory",
+            "ask the cluster's staff about those nodes",
+        ),
+        (node(amd=True), "CUDA 13.2", "Found no NVIDIA driver", f"UV_TORCH_BACKEND=rocm7.2 {INSTALL}2.13.0"),
+        (node(amd=True), "ROCm 7.2", "no HIP GPUs", "ask the cluster's staff about those nodes"),
+        (node(problem="OSError: no luck"), "CPU only", "not compiled", "UV_TORCH_BACKEND=auto"),
+    ],
+)
+def test_gpu_advice(
+    verdict: ModuleType, job: SimpleNamespace, report: dict[str, Any], build: str, problem: str, advice: str
+) -> None:
+    """What to install where torch cannot use the GPUs: what fits the node, and so in each of its tasks."""
+    torch = {"GPUS_PER_TASK": None, "TRES_PER_TASK": None, "torch": "2.15.0", "build": build, "cuda": 0}
+    torch |= {"gpu_problem": problem, "gpus": [gpu[0] for gpu in report["wheel"]["gpus"]], "asked_gpus": 1}
+    other = {"node": "node1", **torch}
+    for reports in [report | torch], [report | {**torch, "cuda": 1, "gpu_problem": ""}, other]:
+        row = verdict.judge("gpus", reports, job)
+        assert row[1] == "FAIL" and advice in row[2], row
+
+
+def test_wheel_is_the_readme_and_the_pins(verdict: ModuleType) -> None:
+    """The README's table names the same builds for the same drivers and GPUs; the pins are those of the examples."""
+    section = (ROOT / "README.md").read_text().split("\n## Which PyTorch\n")[1].split("\n## ")[0]
+    named = set()
+    for row in re.findall(r"^\| (?!node|---)(.+) \| (.+) \| (.+) \|$", section, re.MULTILINE):
+        versions = re.search(r"torch ([\d.]+), torchvision ([\d.]+)", row[1])
+        backend = re.search(r"UV_TORCH_BACKEND=([\w.]+)", row[2])
+        wheel = (*(versions.groups() if versions else PINS[:2]), backend[1] if backend else "")
+        named.add(wheel)
+        drivers = re.search(r"driver (\d+) (?:to (\d+)|or newer)", row[0])
+        gpu = next((name for name in MADE_FOR if name in row[0]), "H100")
+        for driver in filter(None, drivers.groups() if drivers else [None]):
+            assert verdict.fitting([node((f"{driver}.1", MADE_FOR.get(gpu, "9.0"), gpu))["wheel"]]) == wheel, row
+    assert named == {wheel for _, _, wheel in verdict.NVIDIA if wheel} | {verdict.AMD, verdict.CPU}
+    files = [file.read_text() for file in ROOT.glob("examples/*/requirements.txt")]
+    pins = {match for text in files for match in re.findall(r"^(torch(?:vision)?)==(\S+)", text, re.MULTILINE)}
+    assert pins == {("torch", verdict.PINS[0]), ("torchvision", verdict.PINS[1])}
 
 
 @pytest.mark.parametrize(
