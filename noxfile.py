@@ -27,11 +27,8 @@ nox.options.sessions = ["sync", "lint", "smoke"]
 ROOT = Path(__file__).resolve().parent
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
 assert EXAMPLES, "no examples/*/train.py found"
-TORCHVISION = {
-    "2.6.0": "0.21.0",
-    "2.9.1": "0.24.1",
-    "2.14.0": "0.29.0",
-}  # other releases of PyTorch to test with, and what belongs to each
+# Other releases of PyTorch to test with, and the torchvision that belongs to each.
+TORCHVISION = {"2.6.0": "0.21.0", "2.9.1": "0.24.1", "2.14.0": "0.29.0"}
 every_example = nox.parametrize("example", EXAMPLES, ids=EXAMPLES)
 
 

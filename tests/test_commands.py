@@ -14,7 +14,6 @@ from tests.harness.launchers import LAUNCHERS, ROOT, copy_example
 NEEDS = re.compile(r"# needs (the internet|a cluster|a GPU)\b")
 LAB, HOROVOD_JOBS = "slurm/test_lab.py::", "slurm/test_horovod_cpu_jobs.py::"
 APT = "sudo apt-get install --no-install-recommends slurm-wlm munge iproute2 openmpi-bin libpmix-dev"
-READMES = [path for pattern in ("*.md", "*/*.md", "examples/*/*.md") for path in sorted(ROOT.glob(pattern))]
 RUN_BY = {  # README: command: the test that runs it, or the file that does
     "README.md": {
         'python3 -m venv .venv && .venv/bin/pip install -q "nox[uv]" && .venv/bin/nox -s train': "../.ci/run",
@@ -99,7 +98,7 @@ def run_by(file: str) -> dict[str, str]:
     return table
 
 
-@pytest.mark.parametrize("file", [str(path.relative_to(ROOT)) for path in READMES])
+@pytest.mark.parametrize("file", [str(path.relative_to(ROOT)) for path in readme.DOCUMENTS])
 def test_every_command(file: str) -> None:
     """Each command has a test, which exists, or a mark; and what is in the table is in the README."""
     commands = {command: comment for block in readme.blocks(ROOT / file) for command, comment in block.items()}

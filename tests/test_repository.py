@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from tests.harness import outputs, refusals, runs
+from tests.harness import outputs, readme, refusals, runs
 from tests.harness.launchers import EXAMPLES, LAUNCHERS, ROOT
 from tests.harness.processes import clean_environment
 
@@ -79,36 +79,59 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-DOCUMENTS = [path for pattern in ("*.md", "*/*.md", "examples/*/*.md") for path in sorted(ROOT.glob(pattern))]
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links(document: Path) -> None:
-    """Links in the repository lead to what exists, the others begin with https; an example has none that leaves it."""
+def check_links(document: Path) -> int:
+    """Check that local links lead to what exists, and the others begin with https; return how many are local."""
     text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     named = dict(re.findall(r"^\[([^\]]+)\]: (\S+)$", text, re.MULTILINE))
     assert set(re.findall(r"\]\[([^\]]+)\]", text)) == set(named)
-    for link in [*re.findall(r"\]\(([^)]+)\)", text), *named.values()]:
+    links = [*re.findall(r"\]\(([^)]+)\)", text), *named.values()]
+    local = [link for link in links if "://" not in link]
+    assert all(link.startswith("https://") for link in links if link not in local), links
+    for link in local:
         path, _, anchor = link.partition("#")
-        if "://" in link:
-            assert link.startswith("https://"), link
-        else:
-            target = (document.parent / path).resolve() if path else document
-            assert target.exists() and (not anchor or anchor in anchors(target)), link
-            assert not document.is_relative_to(ROOT / "examples") or target.is_relative_to(document.parent), link
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists() and (not anchor or anchor in anchors(target)), link
+        assert not document.is_relative_to(ROOT / "examples") or target.is_relative_to(document.parent), link
+    return len(local)
 
 
-def test_sites() -> None:
-    """Each system's sheet has the same seven facts, and each fact that is stated has a link to where it was read."""
-    sheets = re.findall(
-        r"^\| fact \|.*\n\|---.*\n((?:\|.*\n)+)", (ROOT / "sites" / "README.md").read_text(), re.MULTILINE
-    )
+@pytest.mark.parametrize("document", readme.DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links(document: Path) -> None:
+    """Links in the repository lead to what exists, the others begin with https; an example has none that leaves it."""
+    assert check_links(document) or document.parent != ROOT
+
+
+def test_links_can_fail(tmp_path: Path) -> None:
+    """A file or a title that is not there, http, and a name that is not defined are each noticed."""
+    document = tmp_path / "README.md"
+    good = "# A title\n[a](#a-title) [b](README.md) [c][d]\n\n[d]: https://example.org\n"
+    document.write_text(good)
+    assert check_links(document) == 2
+    for old, new in (("#a-title", "#title"), ("README.md", "none.md"), ("https", "http"), ("[d]:", "[e]:")):
+        document.write_text(good.replace(old, new))
+        with pytest.raises(AssertionError):
+            check_links(document)
+
+
+def check_sites(text: str) -> None:
+    """Check that each system's sheet has the seven facts, and each that is stated a link to where it was read."""
+    sheets = re.findall(r"^\| fact \|.*\n\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
     assert len(sheets) >= 12
     for sheet in sheets:
         rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in sheet.splitlines()]
         names = [row[0] for row in rows]
         assert names == ["header", "environment", "wheel", "network", "MPI", "local disk", "internet"], names
         assert all("](" in row[2] or "][" in row[2] for row in rows if not row[1].startswith("not found")), rows
+
+
+def test_sites() -> None:
+    """The sheets are complete; one without its sources, or without a fact, is noticed."""
+    text = (ROOT / "sites" / "README.md").read_text()
+    check_sites(text)
+    no_source = re.sub(r"^(\| header \|.*\|).*\|$", r"\1 |", text, flags=re.MULTILINE)
+    for bad in (no_source, text.replace("\n| MPI |", "\n| x |", 1)):
+        with pytest.raises(AssertionError):
+            check_sites(bad)
 
 
 def test_hosted_workflow() -> None:
@@ -294,14 +317,23 @@ def test_same_text_in_run_slurm(part: str) -> None:
     assert all(len(texts) == 1 for texts in found) and len({texts[0] for texts in found}) == 1, found
 
 
-def test_container_definitions() -> None:
-    """Each container.def is short, and the same text as ddp_spawn's but for what else an example has to install."""
-    texts = {name: (ROOT / "examples" / name / "container.def").read_text().splitlines() for name in EXAMPLES}
-    for name, lines in texts.items():
-        assert len(lines) <= 30, name
-        assert [line for line in lines if line in texts["ddp_spawn"]] == texts["ddp_spawn"], name
-        files = re.findall(r"^    (\S+[.]\w+) /opt/", "\n".join(lines), re.MULTILINE)
-        assert "requirements.txt" in files and all((ROOT / "examples" / name / file).exists() for file in files), name
+def check_definition(name: str, text: str) -> None:
+    """Check that a container.def is short, and has all lines of ddp_spawn's, in their order."""
+    lines, model = text.splitlines(), (ROOT / "examples" / "ddp_spawn" / "container.def").read_text().splitlines()
+    assert len(lines) <= 30 and [line for line in lines if line in model] == model, name
+    files = re.findall(r"^    (\S+[.]\w+) /opt/", text, re.MULTILINE)
+    assert "requirements.txt" in files and all((ROOT / "examples" / name / file).exists() for file in files), name
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_container_definitions(name: str) -> None:
+    """Each container.def is ddp_spawn's with what else an example has to install; other changes are noticed."""
+    text = (ROOT / "examples" / name / "container.def").read_text()
+    check_definition(name, text)
+    missing = text.replace("    req", "    none.txt /opt/none.txt\n    req", 1)
+    for bad in (text + "\n" * 9, text.replace("%post", "%setup"), missing):
+        with pytest.raises(AssertionError):
+            check_definition(name, bad)
 
 
 def write_output(folder: Path, weight: float, epochs: int) -> Path:

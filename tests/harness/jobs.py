@@ -198,6 +198,25 @@ def assert_no_step_lost(job: Job, stops: int = 1, requeued: int = 0) -> None:
     assert {(str(int(epoch) - 1), step) for step, epoch in found} <= set(continued), job.log
 
 
+def stop_twice(lab: Lab, source: Path, folder: Path, options: tuple[str, ...], **variables: str) -> Job:
+    """Stop a job near its time limit, then by a requeue as in preemption: it completes, and no step is lost.
+
+    Return the job. It runs in a copy of the example, whose epochs last so long that there is time to stop them.
+    """
+    sleep = "2 * (os.environ.get('SLURM_RESTART_COUNT', '0') in '01')"
+    job = submit(lab, source.name, slowed(source, folder, sleep), options=options, **variables)
+    job.wait_for_line("epoch  1/")
+    lab.timelimit(job.id)
+    job.wait_for_line("continuing after epoch")
+    epoch = re.findall(r"continuing after epoch (\d)", job.log)[0]
+    job.wait_for_line(f"epoch  {int(epoch) + 1}/")
+    lab.requeue(job.id)
+    job.wait()
+    assert job.shown["JobState"] == "COMPLETED" and job.shown["Restarts"] == "2", f"{job.shown}\n{job.log}"
+    assert_no_step_lost(job, stops=2, requeued=1)
+    return job
+
+
 # It saves a checkpoint under each example's name, then waits for a file `finish` in its output folder.
 STUB = r"""
 import os, signal, sys, time

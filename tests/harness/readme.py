@@ -6,6 +6,9 @@ import sysconfig
 from pathlib import Path
 
 from tests.harness import runs
+from tests.harness.launchers import ROOT
+
+DOCUMENTS = [path for pattern in ("*.md", "*/*.md", "examples/*/*.md") for path in sorted(ROOT.glob(pattern))]
 
 
 def blocks(readme: Path) -> list[dict[str, str]]:

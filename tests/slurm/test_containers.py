@@ -4,9 +4,7 @@ Built as on a cluster, by the ordinary user who submits the jobs, with two diffe
 debootstrap has made, since there is no registry of images here, and the image is not compressed.
 """
 
-import os
 import pwd
-import re
 import shutil
 import subprocess
 import tempfile
@@ -24,12 +22,11 @@ from tests.harness.jobs import (
     all_nodes,
     array_of_three,
     assert_completed,
-    assert_no_step_lost,
     assert_refused,
     by_torchrun,
     hand_over,
     header,
-    slowed,
+    stop_twice,
     stub,
     submit,
     two_processes,
@@ -111,19 +108,8 @@ def test_stopped_and_requeued(
     example: str, source: Path, lab: Lab, image: Path, two_process_job: Callable[[], Reference], tmp_path: Path
 ) -> None:
     """Near its time limit, then preempted: the job in the image stops after a step, and ends with the same bits."""
-    sleep = "2 * (os.environ.get('SLURM_RESTART_COUNT', '0') in '01')"
-    folder = slowed(source, tmp_path / example, sleep)
-    job = submit(lab, example, folder, options=two_processes(source), IMAGE=str(image))
-    job.wait_for_line("epoch  1/")
-    lab.timelimit(job.id)
-    job.wait_for_line("continuing after epoch")
-    epoch = re.findall(r"continuing after epoch (\d)", job.log)[0]
-    job.wait_for_line(f"epoch  {int(epoch) + 1}/")
-    lab.requeue(job.id)
-    job.wait()
+    job = stop_twice(lab, source, tmp_path / example, two_processes(source), IMAGE=str(image))
     print(job.log)
-    assert job.shown["JobState"] == "COMPLETED" and job.shown["Restarts"] == "2", f"{job.shown}\n{job.log}"
-    assert_no_step_lost(job, stops=2, requeued=1)
     outputs.assert_same_run(job.output, two_process_job().output)
 
 
@@ -177,7 +163,7 @@ def test_refused(example: str, source: Path, lab: Lab, base: Path, tmp_path: Pat
     if module != "torch":
         (other / "usr/lib/python3/dist-packages/torch").mkdir()
         (other / "usr/lib/python3/dist-packages/torch/__init__.py").touch()
-    os.symlink("python3", other / "usr/bin/python")
+    (other / "usr/bin/python").symlink_to("python3")
     hand_over(tmp_path)
     for image, text in (("missing.sif", "no such file"), ("text.sif", "image"), ("other.sif", module)):
         folder = stub(source, tmp_path / image.partition(".")[0] / example)

@@ -39,7 +39,7 @@ def test_failed_requeue(example: str, source: Path, lab: Lab, tmp_path: Path) ->
 REFUSED = {  # what is changed in run.slurm, options of sbatch, variables, what the line says
     "cores by GPU": ((r"^#SBATCH --cpus-per-task=.*\n", ""), (), {}, ["--cpus-per-task", "--cpus-per-gpu"]),
     "no environment": (("^$", ""), (), {"VENV": "no-such-folder"}, ["no-such-folder/bin/python", "set VENV"]),
-    "empty environment": (("^$", ""), (), {"VENV": "../empty"}, ["/empty cannot run train.py (", "README.md"]),
+    "empty environment": (("^$", ""), (), {"VENV": "../../empty"}, ["/empty cannot run train.py (", "README.md"]),
     "no apptainer": (
         (r"(type -P|\|\| echo) (apptainer|singularity)", r"\1 no-\2"),
         (),
@@ -54,13 +54,13 @@ REFUSED = {  # what is changed in run.slurm, options of sbatch, variables, what 
 def test_refused(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A job that cannot work as it was submitted ends at once with one line, before any process starts."""
     jobs: dict[str, tuple[Job, list[str]]] = {}
+    venv.create(tmp_path / "empty")
     for number, (fault, ((old, new), options, variables, texts)) in enumerate(REFUSED.items()):
         if fault == "two nodes" and header(source, "nodes") > 1:
             continue
         if fault == "GPUs in all" and (header(source, "nodes") == 1 or not LAUNCHERS[example].gpus):
             continue
         folder = stub(source, tmp_path / str(number) / example)
-        venv.create(folder.parent / "empty")
         script = (folder / "run.slurm").read_text()
         (folder / "run.slurm").write_text(re.sub(old, new, script, flags=re.MULTILINE))
         jobs[fault] = submit(lab, example, folder, options=options, **variables), texts

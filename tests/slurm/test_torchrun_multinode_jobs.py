@@ -1,7 +1,6 @@
 """What only torchrun_multinode's run.slurm promises: it stops at a step, outlives preemption, refuses wrong jobs."""
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from tests.harness.jobs import (
     assert_refused,
     hand_over,
     on_this_machine_only,
-    slowed,
+    stop_twice,
     submit,
     two_processes,
 )
@@ -72,17 +71,7 @@ def test_asked_to_stop(other_lab: Lab, example: str, source: Path, tmp_path: Pat
     options = (f"--nodes={nodes}", f"--gpus-per-node={2 if nodes == 1 else 1}", "--cpus-per-task=2")
     alone = submit(other_lab, example, copy_example(source, tmp_path / "alone" / example), options=options)
     alone.wait()
-    sleep = "2 * (os.environ.get('SLURM_RESTART_COUNT', '0') in '01')"
-    job = submit(other_lab, example, slowed(source, tmp_path / example, sleep), options=options)
-    job.wait_for_line("epoch  1/")
-    other_lab.timelimit(job.id)
-    job.wait_for_line("continuing after epoch")
-    epoch = re.findall(r"continuing after epoch (\d)", job.log)[0]
-    job.wait_for_line(f"epoch  {int(epoch) + 1}/")
-    other_lab.requeue(job.id)
-    job.wait()
-    assert job.shown["JobState"] == "COMPLETED" and job.shown["Restarts"] == "2", f"{job.shown}\n{job.log}"
-    assert_no_step_lost(job, stops=2, requeued=1)
+    job = stop_twice(other_lab, source, tmp_path / example, options)
     outputs.assert_same_run(job.output, alone.output)
 
 
