@@ -54,6 +54,11 @@ def install(session: nox.Session, folder: Path) -> None:
         session.run("bash", str(folder / "install.sh"), external=True)
 
 
+def uses_torch(folder: Path) -> bool:
+    """Return whether an example is one of PyTorch's."""
+    return "\ntorch==" in f"\n{(folder / 'requirements.txt').read_text()}"
+
+
 def run_tests(session: nox.Session, example: str, marks: str, at_once: int) -> None:
     """Copy an example out of the repository, install it there, and run those of its tests that `marks` select.
 
@@ -72,6 +77,8 @@ def run_tests(session: nox.Session, example: str, marks: str, at_once: int) -> N
             pins = re.sub(r"^torchvision==\S+", f"torchvision=={TORCHVISION[release]}", pins, flags=re.MULTILINE)
             (folder / "requirements.txt").write_text(pins)
         install(session, folder)
+        if not uses_torch(folder):
+            session.install("-r", "examples/ddp_spawn/requirements.txt")  # the tests compute with PyTorch
         session.install("-r", "tests/requirements.txt")
         options = [f"--example={example}", f"--folder={folder}", f"--numprocesses={at_once}", "--dist=worksteal"]
         options += ["--durations=10", "--durations-min=5"]
@@ -118,9 +125,10 @@ def faults(session: nox.Session, example: str) -> None:
 
 
 def measure(session: nox.Session, *arguments: str) -> None:
-    """Install what all examples need together, and run benchmarks/measure.py."""
+    """Install what all examples of PyTorch need together, and run benchmarks/measure.py."""
     for example in EXAMPLES:
-        install(session, ROOT / "examples" / example)
+        if uses_torch(ROOT / "examples" / example):
+            install(session, ROOT / "examples" / example)
     session.install("-r", "tests/requirements.txt", "-r", "benchmarks/requirements.txt")
     session.run("python", "-m", "benchmarks.measure", *arguments)
 
@@ -138,13 +146,22 @@ def bench(session: nox.Session) -> None:
     measure(session, "throughput", *session.posargs)
 
 
+def left_out(copy: Path) -> list[str]:
+    """Return patterns of what an example's common/ does not have: the modules, if it does not use PyTorch."""
+    return ["__pycache__", *["*.py"] * (not uses_torch(copy.parent))]
+
+
+def files(tree: Path, without: list[str]) -> set[str]:
+    """Return the files of a folder, relative to it, but for those that match one of the patterns."""
+    found = [file for file in tree.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    return {str(file.relative_to(tree)) for file in found if not any(map(file.match, without))}
+
+
 def differences(copy: Path) -> list[str]:
     """Return the files in which an example's common/ differs from the top-level one, missing and extra ones too."""
-    trees = [ROOT / "common", copy]
-    names = {str(file.relative_to(tree)) for tree in trees for file in tree.rglob("*") if file.is_file()}
-    names = {name for name in names if "__pycache__" not in name}
-    same, _, _ = filecmp.cmpfiles(*trees, names, shallow=False)
-    return sorted(str((copy / name).relative_to(ROOT)) for name in names.difference(same))
+    wanted = files(ROOT / "common", left_out(copy))
+    same, _, _ = filecmp.cmpfiles(ROOT / "common", copy, wanted, shallow=False)
+    return sorted(str((copy / name).relative_to(ROOT)) for name in (wanted | files(copy, [])).difference(same))
 
 
 @nox.session(python=False)
@@ -154,7 +171,7 @@ def sync(session: nox.Session) -> None:
     if "--fix" in session.posargs:
         for copy in copies:
             shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(ROOT / "common", copy, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / "common", copy, ignore=shutil.ignore_patterns(*left_out(copy)))
     if wrong := [name for copy in copies for name in differences(copy)]:
         session.error(f"differs from the top-level common/: {', '.join(wrong)}; edit there, then: nox -s sync -- --fix")
 

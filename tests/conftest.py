@@ -45,9 +45,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = THOROUGH_ON_SLURM if item.get_closest_marker("slurm") else THOROUGH
         if item.get_closest_marker("thorough") and item.callspec.params["example"] != chosen:
             item.add_marker("faults")
-        clause = item.get_closest_marker("clause")
-        if clause and not getattr(LAUNCHERS[item.callspec.params["example"]], clause.args[0]):
-            item.add_marker(pytest.mark.skip(reason=f"this example does not keep the clause {clause.args[0]!r}"))
+        if item.get_closest_marker("pattern") and not LAUNCHERS[item.callspec.params["example"]].pattern:
+            item.add_marker("faults")
+        for clause in item.iter_markers("clause"):
+            if not getattr(LAUNCHERS[item.callspec.params["example"]], clause.args[0]):
+                item.add_marker(pytest.mark.skip(reason=f"this example does not keep the clause {clause.args[0]!r}"))
     first = EXAMPLES[0] in (config.getoption("example") or EXAMPLES)
     items[:] = [item for item in items if belongs(item, first)]
 

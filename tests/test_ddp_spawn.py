@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import edits, refusals, runs
-from tests.harness.processes import wait_until, with_torch
+from tests.harness.processes import wait_until, with_framework
 
 pytestmark = pytest.mark.only("ddp_spawn")
 
@@ -51,7 +51,7 @@ def test_every_traceback(example: str, folder: Path) -> None:
     # The workers need the parent's store to meet.
     wait_until(lambda: len(list(folder.glob("started-*"))) == 2, 60, "both workers")
     os.kill(run.process.pid, signal.SIGSTOP)
-    wait_until(lambda: len(with_torch(run.pids())) == 2, 60, "only the parent and the forkserver")
+    wait_until(lambda: len(with_framework(run.pids())) == 2, 60, "only the parent and the forkserver")
     os.kill(run.process.pid, signal.SIGCONT)
     run.wait(60)
     assert run.status == 1

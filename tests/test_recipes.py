@@ -25,6 +25,7 @@ def make_it_yours(folder: Path) -> None:
         np.savez(folder / "data" / f"{part}.npz", **arrays)
 
 
+@pytest.mark.pattern
 def test_own_data_and_own_model(example: str, folder: Path) -> None:
     """With both recipes the example learns: a model with BatchNorm and dropout, single samples, loader workers."""
     make_it_yours(folder)

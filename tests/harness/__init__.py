@@ -4,7 +4,7 @@ launchers   how each example is copied and started: one row for each
 processes   the processes of a run, found by their environment
 runs        an example's local run: start it, wait for it, kill it, resume it
 edits       changes to an example's copy, such as a planted exception
-outputs     metrics.csv and model.pt, read, computed again and compared
+outputs     metrics.csv and the model, read, computed again and compared
 refusals    how bad input has to end
 samples     image files in MNIST's format, and the batches that a process has to see
 readme      the commands of a README

@@ -18,9 +18,11 @@ def play_one_gpu(folder: Path) -> None:
 
 
 def plant(folder: Path, lines: str) -> None:
-    """Put lines of Python where an example's ConvNet begins to compute."""
-    first = "        x = F.relu(self.conv1(images))"
-    edit(folder / "common" / "models.py", first, textwrap.indent(textwrap.dedent(lines), " " * 8) + first)
+    """Put lines of Python where an example's ConvNet begins to compute; in TensorFlow, where its graph is made."""
+    path, first = folder / "common" / "models.py", "        x = F.relu(self.conv1(images))"
+    if not path.exists():
+        path, first = folder / "train.py", "        with tf.GradientTape() as tape:"
+    edit(path, first, textwrap.indent(textwrap.dedent(lines), " " * 8) + first)
 
 
 def apply_diff(path: Path, text: str) -> None:

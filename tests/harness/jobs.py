@@ -13,7 +13,7 @@ from lab import Lab
 from lab.config import Plan
 from tests.harness import edits, outputs
 from tests.harness.launchers import LAUNCHERS, copy_example
-from tests.harness.processes import find_processes, wait_until, with_torch, workers
+from tests.harness.processes import find_processes, wait_until, with_framework, workers
 
 # The nodes claim more CPUs than the machine has: what waits by spinning, OpenMP or MPI, would slow the others down.
 SETTINGS = {"VENV": sys.prefix, "OMP_WAIT_POLICY": "passive", "OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -165,8 +165,8 @@ def kill_worker(job: Job) -> None:
 
 
 def starters(job: Job) -> list[int]:
-    """Return the ids of a job's processes that have torch loaded and have started others that have."""
-    parents = with_torch(job.processes())
+    """Return the ids of a job's processes that have a framework loaded and have started others that have."""
+    parents = with_framework(job.processes())
     return sorted(parents.keys() & set(parents.values()))
 
 
@@ -225,7 +225,7 @@ from pathlib import Path
 output = Path(sys.argv[sys.argv.index("--output-dir") + 1])
 signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
 (output / "checkpoint").mkdir(exist_ok=True)
-for name in ("checkpoint.pt", "checkpoint.ckpt", "checkpoint/run.json"):
+for name in ("checkpoint.pt", "checkpoint.ckpt", "checkpoint.npz", "checkpoint/run.json"):
     (output / name).touch()
 os.write(1, f"started {sys.argv[1:]}\n".encode())  # in one piece, beside other processes
 while not (output / "finish").exists():

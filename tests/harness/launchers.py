@@ -45,13 +45,17 @@ class Launcher:
     checkpoint: str = "checkpoint.pt"  # or a pattern that names one file of it
     epoch_start: str = "    start = time.perf_counter()\n"  # the line of train.py where an epoch begins
     torchvision: bool = False  # whether its framework imports it, asked for or not
+    model: str = "model.pt"  # the trained model, in the output folder
+    download: str = "python -m common.data"  # the command that downloads mnist, without its arguments
 
     # Which clauses of the contract it keeps.
-    convnet: bool = True  # it trains the ConvNet on images, and tests know their order and the results
+    convnet: bool = True  # it trains the ConvNet on images
+    pytorch: bool = True  # it uses PyTorch: its order of samples, its initial weights, its modules at sites
     gpus: bool = True  # it uses GPUs, where there are any
     fp64: bool = True  # it can train in fp64
     job_recovers: bool = False  # the launcher in run.slurm starts a dead worker again
     stops_at_a_step: bool = False  # train.py saves after its current step when SLURM asks the job to stop
+    pattern: bool = True  # it is one of the five launch patterns; fewer tests of the others are ordinary ones
 
     def command(self, processes: int) -> list[str]:
         """Return the command, as a list of words, that starts `processes` processes on this machine."""

@@ -1,7 +1,10 @@
-"""What a run has written, metrics.csv and model.pt: read it, compute it again, compare it."""
+"""What a run has written, metrics.csv and the model: read it, compute it again, compare it."""
 
 import csv
+import importlib.util
+import io
 import math
+import zipfile
 from pathlib import Path
 
 import torch
@@ -9,6 +12,7 @@ from torch.nn import functional as F
 
 from common import data
 from common.models import ConvNet
+from tests.harness.launchers import ROOT
 
 TIMES = ("samples_per_second", "seconds")  # the columns of metrics.csv that differ from run to run
 
@@ -25,8 +29,49 @@ def without_times(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def read_model(output: Path) -> dict[str, torch.Tensor]:
-    """Return the weights in model.pt."""
-    return torch.load(output / "model.pt", weights_only=True)
+    """Return the weights in model.pt or, as Keras names and lays them out, those in model.keras."""
+    if (output / "model.pt").exists():
+        return torch.load(output / "model.pt", weights_only=True)
+    import h5py  # comes with Keras
+
+    with zipfile.ZipFile(output / "model.keras") as archive:
+        content = archive.read("model.weights.h5")
+    weights: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, item: object) -> None:
+        if isinstance(item, h5py.Dataset):
+            weights[name] = torch.from_numpy(item[()])
+
+    with h5py.File(io.BytesIO(content)) as file:
+        file.visititems(keep)
+    return weights
+
+
+def as_convnet(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the state dict of the ConvNet that computes what horovod_tensorflow's Keras model computes.
+
+    Keras has the channels last, in images and so in what the first linear layer sees of them: (12, 12, 64).
+    """
+    converted = {}
+    for ours, theirs in {"conv1": "conv2d", "conv2": "conv2d_1", "fc1": "dense", "fc2": "dense_1"}.items():
+        kernel, bias = (weights[f"layers/{theirs}/vars/{number}"] for number in (0, 1))
+        if ours == "fc1":
+            kernel = kernel.view(12, 12, 64, 128)
+        order = (3, 2, 0, 1) if kernel.dim() == 4 else (1, 0)
+        converted |= {f"{ours}.weight": kernel.permute(order).flatten(1) if ours == "fc1" else kernel.permute(order)}
+        converted |= {f"{ours}.bias": bias}
+    return converted
+
+
+def numpy_test_set(dataset: str, data_dir: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the test images and labels as horovod_tensorflow reads them."""
+    path = ROOT / "examples" / "horovod_tensorflow" / "numpy_data.py"
+    spec = importlib.util.spec_from_file_location("numpy_data", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    test_set = module.load(dataset, data_dir)[1]
+    images, labels = test_set[list(range(len(test_set)))]
+    return torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(labels)
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -38,12 +83,16 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 
 
 def recomputed(output: Path, dataset: str, data_dir: str) -> tuple[float, float]:
-    """Return test loss and accuracy of model.pt, computed here, by one process."""
+    """Return test loss and accuracy of the model, computed here by PyTorch, in one process."""
     weights = read_model(output)
+    if "fc2.bias" in weights:
+        test_set = data.load(dataset, data_dir)[1]
+        images, labels = test_set[list(range(len(test_set)))]
+    else:
+        weights = as_convnet(weights)
+        images, labels = numpy_test_set(dataset, data_dir)
     model = ConvNet().to(weights["fc2.bias"].dtype)
     model.load_state_dict(weights)
-    test_set = data.load(dataset, data_dir)[1]
-    images, labels = test_set[list(range(len(test_set)))]
     with torch.no_grad():
         logits = model(images.to(weights["fc2.bias"].dtype))
     return F.cross_entropy(logits, labels).item(), (logits.argmax(1) == labels).double().mean().item()
@@ -58,8 +107,9 @@ def assert_exact_metrics(output: Path, dataset: str = "digits", data_dir: str = 
 
 
 def assert_same_run(output: Path, reference: Path) -> None:
-    """Check that two runs ended the same: model.pt bit for bit, metrics.csv in all but the times."""
+    """Check that two runs ended the same: the model bit for bit, metrics.csv in all but the times."""
     assert without_times(read_metrics(output)) == without_times(read_metrics(reference))
     one, other = read_model(output), read_model(reference)
     assert largest_difference(one, other) == 0
-    assert all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
+    for name in one:  # flat, since a number alone cannot be seen as bytes
+        assert torch.equal(*(weights[name].reshape(-1).view(torch.uint8) for weights in (one, other)))

@@ -27,12 +27,12 @@ def find_processes(variable: str) -> list[int]:
     return found
 
 
-def with_torch(pids: list[int]) -> dict[int, int]:
-    """Of these processes return those that have torch loaded, with their parents."""
+def with_framework(pids: list[int]) -> dict[int, int]:
+    """Of these processes return those that have PyTorch or TensorFlow loaded, with their parents."""
     found = {}
     for pid in pids:
         try:
-            if "libtorch" in Path(f"/proc/{pid}/maps").read_text():
+            if re.search("libtorch|libtensorflow", Path(f"/proc/{pid}/maps").read_text()):
                 found[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:  # it has ended
             continue
@@ -40,8 +40,8 @@ def with_torch(pids: list[int]) -> dict[int, int]:
 
 
 def workers(pids: list[int]) -> list[int]:
-    """Of these processes return those that train: torch is loaded, and none of the others is a child of theirs."""
-    parents = with_torch(pids)
+    """Of these processes return those that train: they have a framework loaded, and started none of the others."""
+    parents = with_framework(pids)
     return [pid for pid in parents if pid not in parents.values()]
 
 

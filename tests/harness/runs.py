@@ -82,7 +82,7 @@ class Run:
         return find_processes(self.marker)
 
     def workers(self) -> list[int]:
-        """Return the ids of the processes that train: those with torch loaded and without a child of this run."""
+        """Return the ids of the processes that train: those with a framework loaded, without a child of this run."""
         return workers(self.pids())
 
     def kill(self) -> None:

@@ -42,6 +42,7 @@ def write_module(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.thorough
+@pytest.mark.clause("pytorch")
 def test_site_module(
     example: str, source: Path, lab: Lab, two_process_job: Callable[[], Reference], tmp_path: Path
 ) -> None:

@@ -34,7 +34,7 @@ from tests.harness.jobs import (
     two_processes,
 )
 from tests.harness.launchers import EXAMPLES, LAUNCHERS, ROOT
-from tests.harness.processes import wait_until, with_torch
+from tests.harness.processes import wait_until, with_framework
 from tests.harness.runs import Reference
 
 pytestmark = pytest.mark.slurm
@@ -71,8 +71,8 @@ def interrupted(job: Job) -> None:
 
 
 def kill_all(job: Job) -> None:
-    """Send SIGKILL to every process of the job that has torch loaded."""
-    for pid in with_torch(job.processes()):
+    """Send SIGKILL to every process of the job that has a framework loaded."""
+    for pid in with_framework(job.processes()):
         os.kill(pid, signal.SIGKILL)
 
 

@@ -82,7 +82,7 @@ def test_no_progress(example: str, source: Path, lab: Lab, tmp_path: Path) -> No
     job.wait_for_line("raise --time")
     assert job.shown["JobState"] == "RUNNING" and job.shown["Restarts"] == "1"  # for the rest of its time
     job.cancel()
-    assert job.log.count("run.slurm: error:") == 1 and not (job.output / "model.pt").exists()
+    assert job.log.count("run.slurm: error:") == 1 and not (job.output / LAUNCHERS[example].model).exists()
 
 
 def test_nodes(lab: Lab, example: str, source: Path) -> None:
@@ -127,13 +127,13 @@ def test_as_one_process(example: str, source: Path, lab: Lab, tmp_path: Path) ->
 
 @pytest.mark.thorough
 def test_slow_disk(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """Nobody is killed while rank 0 writes model.pt, even if that takes longer than srun's --wait."""
+    """Nobody is killed while rank 0 writes the model, even if that takes longer than srun's --wait."""
     if header(source, "nodes") == 1:
         pytest.skip("srun has one task there, and nobody to wait for")
     folder = copy_example(source, tmp_path / example)
     edits.edit(folder / "run.slurm", "--wait=60", "--wait=2")
     line = "        os.replace(temporary, path)\n"
-    edits.edit(folder / "train.py", line, f"        time.sleep(8 * (path.name == 'model.pt'))\n{line}")
+    edits.edit(folder / "train.py", line, f"        time.sleep(8 * path.name.startswith('model.'))\n{line}")
     job = submit(lab, example, folder, "--epochs", "1", options=two_processes(source))
     assert_completed(job, 1, processes=2)
 
