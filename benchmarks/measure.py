@@ -41,6 +41,8 @@ from benchmarks import report
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/run.slurm"))
+# Those that need one environment and train one model; the others are measured with --venv only.
+ALIKE = [example for example in EXAMPLES if (ROOT / "examples" / example / "common" / "models.py").exists()]
 FIRST = "ddp_spawn"  # what the others are compared with
 IMAGES, BATCH = 12_000, 64  # of the synthetic data set; of each process, by default
 
@@ -215,7 +217,8 @@ def throughput(args: argparse.Namespace) -> None:
     Synthetic 28x28 images, the ConvNet, batch 64 per process, AdamW, two epochs, of which the second counts:
 
     bare     N independent processes with one thread each: same model, data and batches, no process group
-    NAME     examples/NAME/train.py with N processes of one thread, started by the command of its README
+    NAME     examples/NAME/train.py with N processes of one thread, started by the command of its README; in another
+             environment, made as that README says, with --venv NAME=FOLDER
     classic  what the published guides do: PIL images and per-image transforms in 4 loader workers per process, default
              threads, DistributedDataParallel over Gloo; in fp32, once, with the most processes
     """
@@ -242,7 +245,9 @@ def throughput(args: argparse.Namespace) -> None:
                         words = ["--dataset=synthetic", "--epochs=2", f"--precision={precision}"]
                         words += [f"--output-dir={output}"]
                         os.sched_setaffinity(0, cores[:processes])  # what is started now has one core for each process
-                        run = runs.train(name, folder, processes, *words, seconds=1800)
+                        path = f"{args.venv[name].resolve()}/bin:{os.environ['PATH']}" if name in args.venv else ""
+                        variables = {"PATH": path} if path else {}
+                        run = runs.train(name, folder, processes, *words, seconds=1800, **variables)
                         os.sched_setaffinity(0, cores)
                         assert " 1 thread each" in run.stdout, run.stdout
                         add(name, processes, precision, number, speed(read_metrics(output)))
@@ -257,7 +262,7 @@ def run_job(args: argparse.Namespace, example: str, scaling: str, nodes: int, nu
     batch_size = args.batch_size if scaling == "weak" else args.batch_size * args.nodes[0] // nodes
     name = f"{example}-{nodes}-nodes-batch-{batch_size}-epochs-{args.epochs}-round-{number}"
     output, log = args.output / "jobs" / name, args.output / "jobs" / f"{name}.out"
-    if not (output / "model.pt").exists():
+    if not any(output.glob("model.*")):
         output.mkdir(parents=True, exist_ok=True)
         # What SLURM has set for the job that this runs in is not for the new one.
         kept = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or "SLURM" not in name}
@@ -266,7 +271,7 @@ def run_job(args: argparse.Namespace, example: str, scaling: str, nodes: int, nu
         words = ["--dataset", "synthetic", "--epochs", args.epochs, "--batch-size", batch_size]
         command = ["sbatch", "--wait", *options, "run.slurm", *map(str, words)]
         done = subprocess.run(command, cwd=ROOT / "examples" / example, env=kept | {"OUTPUT_DIR": str(output)})
-        if done.returncode or not (output / "model.pt").exists():
+        if done.returncode or not any(output.glob("model.*")):
             sys.exit(f"measure.py: error: {example} on {nodes} nodes failed: see above, and {log}")
     rows = read_metrics(output)
     processes = int(rows[-1]["world_size"])
@@ -317,6 +322,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def environment(text: str) -> tuple[str, Path]:
+    """Return the name of an example and the folder of its environment; raise ArgumentTypeError for anything else."""
+    name, _, folder = text.partition("=")
+    if name not in EXAMPLES or not Path(folder, "bin", "python").exists():
+        raise argparse.ArgumentTypeError(f"must be NAME=FOLDER, an example and the environment made for it: {text}")
+    return name, Path(folder)
+
+
 def main() -> None:
     """Read the command line and measure what it names."""
     layout = argparse.RawDescriptionHelpFormatter
@@ -333,8 +346,10 @@ def main() -> None:
             command.add_argument("--epochs", type=positive, default=4, help="of each job, 2 or more")
             command.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="--sbatch=--qos=long")
         else:
-            command.add_argument("--examples", nargs="+", choices=EXAMPLES, default=EXAMPLES)
+            choices = EXAMPLES if measure is throughput else ALIKE
+            command.add_argument("--examples", nargs="+", choices=choices, default=ALIKE)
         if measure is throughput:
+            command.add_argument("--venv", type=environment, action="append", default=[], metavar="NAME=FOLDER")
             command.add_argument("--processes", type=positive, nargs="+", default=[1, 2])
             command.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
             command.add_argument("--classic", action="store_true", help="also the classic script, which takes minutes")
@@ -343,6 +358,10 @@ def main() -> None:
         folder = ROOT / "results" / ("scaling" if measure is scaling else "")
         command.add_argument("--output", type=Path, default=folder, help="folder for what is written")
     args = parser.parse_args()
+    if args.command == "throughput":
+        args.venv = dict(args.venv)
+        if other := set(args.examples).difference(ALIKE, args.venv):
+            args.error(f"{min(other)} needs an environment of its own: --venv {min(other)}=FOLDER, see its README")
     args.measure(args)
 
 

@@ -18,6 +18,7 @@ from tests.harness.processes import wait_until
 from tests.harness.runs import Reference
 
 pytestmark = pytest.mark.only("horovod_cpu")
+HOROVOD = ("horovod_cpu", "horovod_lightning", "horovod_tensorflow")  # what install.sh promises in all of them
 
 DEVANAGARI = "धर्मक्षेत्रे कुरुक्षेत्रे समवेता युयुत्सवः।\nमामकाः पाण्डवाश्चैव किमकुर्वत सञ्जय॥\n"
 
@@ -49,9 +50,10 @@ def test_without_a_launcher(example: str, folder: Path) -> None:
     assert outputs.read_metrics(folder / "output")[0]["world_size"] == 1
 
 
+@pytest.mark.only(*HOROVOD)
 def test_srun_without_pmi(example: str, folder: Path) -> None:
     """A task of a larger srun that no MPI has been told of would train alone: refused."""
-    for script in ("train.py", "train_lm.py"):
+    for script in sorted(path.name for path in folder.glob("train*.py")):
         run = runs.Run(["python", script], folder, {"SLURM_STEP_NUM_TASKS": "4"}).wait(120)
         errors = run.stderr.splitlines()
         assert run.status == 2 and len(errors) == 1, run.stderr
@@ -282,6 +284,7 @@ def test_conda_environment(example: str, source: Path) -> None:
     assert pip == {"pip": ["-r requirements.txt"]} and (source / "requirements.txt").exists()
 
 
+@pytest.mark.only(*HOROVOD)
 def test_second_install(example: str, reference: Reference) -> None:
     """In another environment the wheel in the cache is used again: no second build, and what is installed works.
 
@@ -289,7 +292,7 @@ def test_second_install(example: str, reference: Reference) -> None:
     """
     folder = reference.output.parent
     log = folder.with_name(f"{folder.name}-setup.log").read_text()
-    assert "building" not in log and "[X] PyTorch" in log and "[X] Gloo" in log and "have added up" in log
+    assert "building" not in log and "have added up" in log
     assert list(folder.glob(".venv/lib/python3*/site-packages/horovod"))
 
 

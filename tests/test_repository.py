@@ -37,9 +37,12 @@ def test_sync(tmp_path: Path) -> None:
     (copy / "models.py").write_text((copy / "models.py").read_text() + "\n")
     (copy / "digits.npz").unlink()
     (copy / "extra.py").touch()
+    without_torch = "horovod_tensorflow/common/models.py"  # that one has the data file only
+    (tmp_path / "examples" / without_torch).write_text((ROOT / "common" / "models.py").read_text())
     failed = nox(tmp_path, "-s", "sync")
     assert failed.returncode != 0
     assert all(f"{EXAMPLES[0]}/common/{name}" in failed.stderr for name in ("models.py", "digits.npz", "extra.py"))
+    assert without_torch in failed.stderr
     assert "data.py" not in failed.stderr and "nox -s sync -- --fix" in failed.stderr
     assert nox(tmp_path, "-s", "sync", "--", "--fix").returncode == 0
     assert nox(tmp_path, "-s", "sync").returncode == 0
@@ -158,6 +161,7 @@ RULER = "# ---- Below: what makes runs restartable and errors readable. Skip it 
 # The most lines above the ruler and in the whole file, and the line by which training begins.
 BOUNDS = {"ddp_spawn": (185, 375, 110), "deepspeed": (205, 450, 120)}
 BOUNDS |= {"horovod_cpu": (205, 375, 110), "lightning": (205, 405, 110), "torchrun_multinode": (205, 415, 110)}
+BOUNDS |= {"horovod_lightning": (260, 450, 110), "horovod_tensorflow": (205, 375, 110)}  # the first has the strategy
 # Functions below the ruler that differ from ddp_spawn's, and why.
 DIFFERENT = {
     "deepspeed": {
@@ -178,6 +182,29 @@ DIFFERENT = {
         "resume_settings": "train_lm.py uses it, too",
         "save_checkpoint": "the watchdog",
         "print_header": "Horovod knows ranks and nodes, and train_lm.py uses it, too",
+        "print_epoch": "Horovod knows the rank",
+        "shut_down": "Horovod instead of torch.distributed",
+    },
+    "horovod_lightning": {
+        "check_args": "its own arguments",
+        "prepare_process": "Horovod and Lightning have to be set up, instead of torch.distributed",
+        "load_data": "all processes are connected by then, and several batches in a step",
+        "resume_settings": "its own arguments",
+        "read_checkpoint": "the file has another name",
+        "broadcast_checkpoint": "Lightning broadcasts",
+        "save_checkpoint": "Lightning saves",
+        "print_header": "Horovod knows ranks and nodes",
+        "print_epoch": "Horovod knows the rank",
+        "shut_down": "Horovod instead of torch.distributed",
+    },
+    "horovod_tensorflow": {
+        "check_args": "no GPUs",
+        "prepare_process": "Horovod has to be set up, instead of torch.distributed",
+        "load_data": "all processes are connected by then",
+        "read_checkpoint": "NumPy's format instead of PyTorch's",
+        "write": "Keras wants a file name that ends in .keras",
+        "save_checkpoint": "NumPy's format instead of PyTorch's",
+        "print_header": "Horovod knows ranks and nodes",
         "print_epoch": "Horovod knows the rank",
         "shut_down": "Horovod instead of torch.distributed",
     },
@@ -334,6 +361,23 @@ def test_container_definitions(name: str) -> None:
     for bad in (text + "\n" * 9, text.replace("%post", "%setup"), missing):
         with pytest.raises(AssertionError):
             check_definition(name, bad)
+
+
+def test_environment_of_its_own() -> None:
+    """`nox -s bench` asks for the environment of an example that cannot share the others', and refuses what is none."""
+    measure = [sys.executable, "-m", "benchmarks.measure", "throughput", "--examples", "horovod_tensorflow"]
+    for words, text in (((), "--venv horovod_tensorflow=FOLDER"), (("--venv", "horovod_tensorflow=/"), "NAME=FOLDER")):
+        done = subprocess.run([*measure, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and text in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_same_install_sh() -> None:
+    """The examples of Horovod install it by the same script; for TensorFlow some lines of it differ."""
+    scripts = [path.read_text() for path in sorted(ROOT.glob("examples/*/install.sh"))]
+    of_cpu, of_lightning, of_tensorflow = scripts
+    assert of_lightning == of_cpu and changed_lines(of_cpu, of_tensorflow) <= 50
+    change = re.search(r"^change\(\) .*?^}\n", of_cpu, re.MULTILINE | re.DOTALL)[0]
+    assert change in of_tensorflow
 
 
 def write_output(folder: Path, weight: float, epochs: int) -> Path:

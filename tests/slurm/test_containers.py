@@ -99,7 +99,7 @@ def test_shipped_job(
     assert_completed(small, 1, processes=2)
     print(job.log)
     outputs.assert_same_run(job.output, shipped_job().output)
-    if example == "horovod_cpu":
+    if example.startswith("horovod_"):
         assert "4 processes on 2 nodes, mpi on cpu" in job.log
 
 
@@ -156,7 +156,9 @@ def test_what_it_sees(example: str, source: Path, lab: Lab, image: Path) -> None
 
 def test_refused(example: str, source: Path, lab: Lab, base: Path, tmp_path: Path) -> None:
     """No such file, one that is no image, an image without what train.py imports: one line each, before srun."""
-    module = {"deepspeed": "deepspeed", "horovod_cpu": "horovod", "lightning": "lightning"}.get(example, "torch")
+    module = {"horovod_cpu": "horovod", "horovod_lightning": "lightning", "horovod_tensorflow": "tensorflow"}.get(
+        example, example if example in ("deepspeed", "lightning") else "torch"
+    )
     (tmp_path / "text.sif").write_text("not an image")
     other = tmp_path / "other.sif"  # a folder can be an image as well
     shutil.copytree(base, other, symlinks=True)

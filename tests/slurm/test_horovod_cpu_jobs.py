@@ -36,7 +36,8 @@ def assert_completed(job: Job) -> None:
     assert job.shown["JobState"] == "COMPLETED", f"{job.shown}\n{job.log}"
 
 
-def test_mpi_on_two_nodes(shipped_job: Callable[[], Reference]) -> None:
+@pytest.mark.only("horovod_cpu", "horovod_lightning", "horovod_tensorflow")
+def test_mpi_on_two_nodes(example: str, shipped_job: Callable[[], Reference]) -> None:
     """The shipped script: 4 ranks on 2 nodes over MPI, with the cores that SLURM has given to each."""
     log = shipped_job().stdout
     assert "ConvNet on digits: 4 processes on 2 nodes, mpi on cpu, 2 threads each, global batch 256" in log

@@ -11,7 +11,7 @@ from lab import tree, why_not
 from tests.harness.launchers import ROOT
 
 pytestmark = [pytest.mark.slurm, pytest.mark.faults]
-NO_PMIX = {("horovod_cpu", "sid"): "this SLURM is packaged without its PMIx plugin, and MPI needs it"}
+NO_PMIX = "this SLURM is packaged without its PMIx plugin, and MPI needs it"
 
 
 def run_in_tree(suite: str, session: str, tests: str) -> str:
@@ -28,7 +28,7 @@ def run_in_tree(suite: str, session: str, tests: str) -> str:
 @pytest.mark.parametrize("suite", tree.SUITES)
 def test_shipped_job(example: str, suite: str) -> None:
     """In a lab with another SLURM, Python and MPI, the shipped job completes, unmodified, beside one with GPUs."""
-    if reason := why_not() or NO_PMIX.get((example, suite)):
+    if reason := why_not() or (NO_PMIX if suite == "sid" and example.startswith("horovod_") else None):
         pytest.skip(reason)
     assert " 1 passed" in f" {run_in_tree(suite, f'slurm({example})', 'test_two_jobs_at_once')}"
 

@@ -1,0 +1,86 @@
+"""What only horovod_lightning promises: ddp_spawn's bits, a strategy that does what Lightning asks for, clipping."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from tests.harness import outputs, refusals, runs
+from tests.harness.runs import Reference
+
+pytestmark = pytest.mark.only("horovod_lightning")
+
+
+def test_same_bits_as_ddp_spawn(example: str, tmp_path: Path, reference: Reference) -> None:
+    """The same seed and data, 2 processes, fp32: plain PyTorch ends with the same bits and the same metrics."""
+    output = runs.train_ddp_spawn(tmp_path)
+    assert outputs.largest_difference(outputs.read_model(reference.output), outputs.read_model(output)) == 0
+    for ours, theirs in zip(*map(outputs.read_metrics, (reference.output, output)), strict=True):
+        assert outputs.without_times([ours])[0] == pytest.approx(outputs.without_times([theirs])[0], rel=1e-12)
+
+
+def test_accumulation_and_clipping(example: str, folder: Path, reference: Reference) -> None:
+    """2 processes, 2 batches of 16 a step, are one process with batches of 64: 1e-9 in fp64, --scale-lr included.
+
+    The norm to which gradients are clipped is that of their average. It is so low here that AdamW's epsilon counts, and
+    twice as many steps as the reference run takes bring less. A logger, asked for, has what metrics.csv has.
+    """
+    two = "--batch-size 16 --gradient-accumulation-steps 2 --lr 0.00025 --scale-lr --logger CSVLogger"
+    for processes, name, arguments in (
+        (2, "two", two),
+        (1, "one", "--batch-size 64"),
+    ):
+        words = f"--epochs 1 --precision fp64 --max-grad-norm 1e-6 --output-dir {name} {arguments}".split()
+        runs.train(example, folder, processes, *words, SLURM_CPUS_PER_TASK="1")
+    assert outputs.largest_difference(outputs.read_model(folder / "two"), outputs.read_model(folder / "one")) < 1e-9
+    (path,) = (folder / "two" / "lightning_logs").glob("*/metrics.csv")
+    with open(path, newline="") as file:
+        logged = {name: float(value) for row in csv.DictReader(file) for name, value in row.items() if value}
+    (row,) = outputs.read_metrics(folder / "two")
+    assert row["train_loss"] > outputs.read_metrics(reference.output)[0]["train_loss"] + 0.1
+    for name in ("train_loss", "test_loss", "test_accuracy"):
+        assert logged[name] == pytest.approx(row[name], rel=1e-6)
+
+
+ASK = """
+import argparse, torch, train
+trainer = train.setup(argparse.Namespace(timeout=60, precision="fp32", epochs=1, gradient_accumulation_steps=1,
+                                         max_grad_norm=None, logger=None, output_dir="output"))
+strategy, rank = trainer.strategy, trainer.global_rank
+numbers = torch.tensor([1.0, 2.0]) * (rank + 1)
+answers = [
+    trainer.world_size, trainer.local_rank, trainer.node_rank, trainer.is_global_zero,
+    strategy.reduce(numbers, reduce_op="sum").tolist(),
+    strategy.reduce(numbers, reduce_op=torch.distributed.ReduceOp.SUM).tolist(),
+    strategy.reduce(numbers).tolist(), strategy.reduce("no tensor"),
+    strategy.reduce(numbers, reduce_op="max").tolist(), strategy.reduce(numbers, reduce_op="min").tolist(),
+    strategy.all_gather(numbers).tolist(),
+    strategy.broadcast({"from": rank}, src=1), strategy.broadcast(None if rank else [3]),
+    strategy.reduce_boolean_decision(rank == 0), strategy.reduce_boolean_decision(rank == 0, all=False),
+]
+strategy.barrier()
+print(rank, answers, flush=True)
+train.shut_down(argparse.Namespace(timeout=60))
+"""
+
+
+def test_strategy(example: str, folder: Path) -> None:
+    """What Lightning may ask a strategy for, asked by 2 processes."""
+    (folder / "ask.py").write_text(ASK)
+    run = runs.Run(["horovodrun", "--gloo", "-np", "2", "python", "ask.py"], folder).wait(120)
+    assert run.status == 0, run.stderr
+    same = "[3.0, 6.0], [3.0, 6.0], [1.5, 3.0], 'no tensor', [2.0, 4.0], [1.0, 2.0], "
+    same += "[[1.0, 2.0], [2.0, 4.0]], {'from': 1}, [3], False, True"
+    expected = [f"0 [2, 0, 0, True, {same}]", f"1 [2, 1, 0, False, {same}]"]
+    assert sorted(run.stdout.splitlines()) == expected, run.stderr
+
+
+def test_bad_arguments_of_its_own(example: str, folder: Path) -> None:
+    """Each argument that only this example has is refused with one line."""
+    texts = {
+        "--max-grad-norm 0": ["--max-grad-norm", "above 0", "0"],
+        "--max-grad-norm nan": ["--max-grad-norm", "above 0", "nan"],
+        "--gradient-accumulation-steps 0": ["--gradient-accumulation-steps", "1 or more", "0"],
+        "--logger none": ["--logger", "'none'", "CSVLogger"],
+    }
+    refusals.assert_arguments_refused(folder, texts)
