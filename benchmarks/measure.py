@@ -245,8 +245,8 @@ def throughput(args: argparse.Namespace) -> None:
                         words = ["--dataset=synthetic", "--epochs=2", f"--precision={precision}"]
                         words += [f"--output-dir={output}"]
                         os.sched_setaffinity(0, cores[:processes])  # what is started now has one core for each process
-                        path = f"{args.venv[name].resolve()}/bin:{os.environ['PATH']}" if name in args.venv else ""
-                        variables = {"PATH": path} if path else {}
+                        venv = args.venv.get(name)
+                        variables = {"PATH": f"{venv.resolve()}/bin:{os.environ['PATH']}"} if venv else {}
                         run = runs.train(name, folder, processes, *words, seconds=1800, **variables)
                         os.sched_setaffinity(0, cores)
                         assert " 1 thread each" in run.stdout, run.stdout

@@ -1,4 +1,4 @@
-"""What only horovod_lightning promises: ddp_spawn's bits, a strategy that does what Lightning asks for, clipping."""
+"""What only horovod_lightning promises: a strategy that does what Lightning asks for, clipping."""
 
 import csv
 from pathlib import Path
@@ -9,14 +9,6 @@ from tests.harness import outputs, refusals, runs
 from tests.harness.runs import Reference
 
 pytestmark = pytest.mark.only("horovod_lightning")
-
-
-def test_same_bits_as_ddp_spawn(example: str, tmp_path: Path, reference: Reference) -> None:
-    """The same seed and data, 2 processes, fp32: plain PyTorch ends with the same bits and the same metrics."""
-    output = runs.train_ddp_spawn(tmp_path)
-    assert outputs.largest_difference(outputs.read_model(reference.output), outputs.read_model(output)) == 0
-    for ours, theirs in zip(*map(outputs.read_metrics, (reference.output, output)), strict=True):
-        assert outputs.without_times([ours])[0] == pytest.approx(outputs.without_times([theirs])[0], rel=1e-12)
 
 
 def test_accumulation_and_clipping(example: str, folder: Path, reference: Reference) -> None:

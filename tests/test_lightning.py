@@ -21,6 +21,7 @@ ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "
 ALLOCATION |= {"SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 
 
+@pytest.mark.only("lightning", "horovod_lightning")
 def test_same_bits_as_ddp_spawn(example: str, tmp_path: Path, reference: Reference) -> None:
     """The same seed and data, 2 processes, fp32: plain PyTorch ends with the same bits and the same metrics."""
     output = runs.train_ddp_spawn(tmp_path)
