@@ -96,9 +96,11 @@ def train(session: nox.Session) -> None:
     install(session, folder)
     if "--resume" not in arguments:
         shutil.rmtree(folder / "output" / "nox", ignore_errors=True)  # its own: the others are of SLURM jobs
-    command = ours("tests.harness.launchers").LAUNCHERS[example].command(2)
+    launcher = ours("tests.harness.launchers").LAUNCHERS[example]
     session.chdir(folder)
-    session.run(*command, "--output-dir", "output/nox", *arguments)
+    if launcher.prepare:
+        session.run(*launcher.prepare.split())
+    session.run(*launcher.command(2), "--output-dir", "output/nox", *arguments)
 
 
 @nox.session

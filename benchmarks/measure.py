@@ -38,11 +38,12 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 from benchmarks import report
+from tests.harness.launchers import LAUNCHERS
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/run.slurm"))
-# Those that need one environment and train one model; the others are measured with --venv only.
-ALIKE = [example for example in EXAMPLES if (ROOT / "examples" / example / "common" / "models.py").exists()]
+EXAMPLES = [example for example, row in LAUNCHERS.items() if row.convnet]  # those that train the same model
+# Those that need one environment; the others are measured with --venv only.
+ALIKE = [example for example in EXAMPLES if LAUNCHERS[example].pytorch]
 FIRST = "ddp_spawn"  # what the others are compared with
 IMAGES, BATCH = 12_000, 64  # of the synthetic data set; of each process, by default
 

@@ -1,10 +1,12 @@
 """What the marks do, and the fixtures of all tests: the example, a copy of it, and its reference run."""
 
 import os
+import shlex
 import signal
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 pytest.register_assert_rewrite("tests.harness")  # so that an assertion that fails there, too, shows its values
 from tests.harness import readme, runs  # noqa: E402
@@ -55,9 +57,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def source(example: str, pytestconfig: pytest.Config) -> Path:
+def shipped(example: str, pytestconfig: pytest.Config) -> Path:
     """The folder that users copy."""
     return pytestconfig.getoption("folder") or ROOT / "examples" / example
+
+
+@pytest.fixture(scope="session")
+def source(example: str, shipped: Path, session_folder: Path) -> Path:
+    """The folder that users copy, with the data that its README has them make, if there are such."""
+    if not LAUNCHERS[example].prepare:
+        return shipped
+    folder = session_folder / "prepared" / example
+    with FileLock(f"{session_folder / example}.lock"):
+        if not folder.exists():
+            copied = copy_example(shipped, folder.with_name(f"{example}-part"))
+            runs.Run(shlex.split(LAUNCHERS[example].prepare), copied).wait(120)
+            copied.rename(folder)
+    return folder
 
 
 @pytest.fixture
@@ -74,11 +90,11 @@ def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference(example: str, source: Path, session_folder: Path) -> Reference:
+def reference(example: str, shipped: Path, session_folder: Path) -> Reference:
     """Run what the README says under "Run locally", word for word, once, in a fresh copy."""
 
     def make(folder: Path) -> list[Reference]:
-        copy_example(source, folder)
+        copy_example(shipped, folder)
         local = " ".join(LAUNCHERS[example].command(2))
         run = readme.run_block(readme.until(folder / "README.md", local), folder)
         return [Reference(folder / "output", run.stdout, run.stderr)]

@@ -284,6 +284,7 @@ def test_conda_environment(example: str, source: Path) -> None:
     assert pip == {"pip": ["-r requirements.txt"]} and (source / "requirements.txt").exists()
 
 
+@pytest.mark.pattern
 @pytest.mark.only(*HOROVOD)
 def test_second_install(example: str, reference: Reference) -> None:
     """In another environment the wheel in the cache is used again: no second build, and what is installed works.

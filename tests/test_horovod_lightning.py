@@ -11,6 +11,7 @@ from tests.harness.runs import Reference
 pytestmark = pytest.mark.only("horovod_lightning")
 
 
+@pytest.mark.faults
 def test_accumulation_and_clipping(example: str, folder: Path, reference: Reference) -> None:
     """2 processes, 2 batches of 16 a step, are one process with batches of 64: 1e-9 in fp64, --scale-lr included.
 

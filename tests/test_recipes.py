@@ -1,5 +1,6 @@
 """The recipes in each example's README, "Make it yours": own data and own model, applied to a copy as they stand."""
 
+import ast
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,19 @@ def make_it_yours(folder: Path) -> None:
         np.savez(folder / "data" / f"{part}.npz", **arrays)
 
 
-@pytest.mark.pattern
+def test_recipes_fit(example: str, folder: Path) -> None:
+    """Each line that the recipes replace is in train.py once, and what they make of it is Python."""
+    diffs = readme.fences(folder / "README.md", "diff")
+    for text in diffs:
+        apply_diff(folder / "train.py", text)
+    assert diffs
+    ast.parse((folder / "train.py").read_text())
+    for text in readme.fences(folder / "README.md", "python"):
+        ast.parse(text)
+
+
+@pytest.mark.thorough
+@pytest.mark.clause("convnet")
 def test_own_data_and_own_model(example: str, folder: Path) -> None:
     """With both recipes the example learns: a model with BatchNorm and dropout, single samples, loader workers."""
     make_it_yours(folder)
@@ -35,6 +48,7 @@ def test_own_data_and_own_model(example: str, folder: Path) -> None:
 
 
 @pytest.mark.faults
+@pytest.mark.clause("convnet")
 def test_recipes_resumed(example: str, folder: Path) -> None:
     """With both recipes, a run that was killed in its second epoch ends with the bits of an uninterrupted one."""
     make_it_yours(folder)

@@ -162,6 +162,7 @@ RULER = "# ---- Below: what makes runs restartable and errors readable. Skip it 
 BOUNDS = {"ddp_spawn": (185, 375, 110), "deepspeed": (205, 450, 120)}
 BOUNDS |= {"horovod_cpu": (205, 375, 110), "lightning": (205, 405, 110), "torchrun_multinode": (205, 415, 110)}
 BOUNDS |= {"horovod_lightning": (260, 450, 110), "horovod_tensorflow": (205, 375, 110)}  # the first has the strategy
+BOUNDS |= {"torchrun_vision": (270, 730, 110)}  # loaders, schedule, accuracy, all of which are its lesson
 # Functions below the ruler that differ from ddp_spawn's, and why.
 DIFFERENT = {
     "deepspeed": {
@@ -223,6 +224,14 @@ DIFFERENT = {
         "resume_settings": "several batches in a step",
         "save_checkpoint": "the position within an epoch",
         "print_header": "nodes, and the position within an epoch",
+    },
+    "torchrun_vision": {
+        "check_args": "its launcher and its own arguments",
+        "prepare_process": "signals, and other warnings",
+        "load_data": "image files, and several batches in a step",
+        "resume_settings": "its own arguments",
+        "save_checkpoint": "the position within an epoch, the schedule and the scaler",
+        "print_header": "the images, nodes, and the position within an epoch",
     },
 }
 

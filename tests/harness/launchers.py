@@ -45,6 +45,8 @@ class Launcher:
     checkpoint: str = "checkpoint.pt"  # or a pattern that names one file of it
     epoch_start: str = "    start = time.perf_counter()\n"  # the line of train.py where an epoch begins
     torchvision: bool = False  # whether its framework imports it, asked for or not
+    global_batch: int = 128  # with two processes
+    prepare: str = ""  # the README's command that makes the data, if they are not in the folder
     model: str = "model.pt"  # the trained model, in the output folder
     download: str = "python -m common.data"  # the command that downloads mnist, without its arguments
 
@@ -131,6 +133,23 @@ LAUNCHERS = {
         job_recovers=True,
         stops_at_a_step=True,
         kill_message=TORCHRUN_KILLED,
+    ),
+    "torchrun_vision": Launcher(
+        "torchrun --standalone --nproc-per-node={n} train.py",
+        status_after_bad_input=1,
+        processes_in_job=4,
+        first_line="resnet18 on images",
+        learns=("test_accuracy", ">=", 0.7),
+        train_loss=(1.3, 1),
+        global_batch=32,
+        prepare="python make_images.py",
+        epoch_start='    start = time.perf_counter() - position["seconds"]\n',
+        torchvision=True,
+        convnet=False,
+        job_recovers=True,
+        stops_at_a_step=True,
+        kill_message=TORCHRUN_KILLED,
+        pattern=False,
     ),
 }
 

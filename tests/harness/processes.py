@@ -28,10 +28,15 @@ def find_processes(variable: str) -> list[int]:
 
 
 def with_framework(pids: list[int]) -> dict[int, int]:
-    """Of these processes return those that have PyTorch or TensorFlow loaded, with their parents."""
+    """Of these processes return those that have PyTorch or TensorFlow loaded, with their parents.
+
+    The workers of PyTorch's DataLoader, which read data for one of them, are left out.
+    """
     found = {}
     for pid in pids:
         try:
+            if Path(f"/proc/{pid}/comm").read_text() == "pt_data_worker\n":
+                continue
             if re.search("libtorch|libtensorflow", Path(f"/proc/{pid}/maps").read_text()):
                 found[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:  # it has ended

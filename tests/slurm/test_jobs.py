@@ -138,6 +138,7 @@ def test_slow_disk(example: str, source: Path, lab: Lab, tmp_path: Path) -> None
     assert_completed(job, 1, processes=2)
 
 
+@pytest.mark.pattern
 def test_preempted_and_killed(
     example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]
 ) -> None:

@@ -1,4 +1,4 @@
-"""What only torchrun_multinode's run.slurm promises: it stops at a step, outlives preemption, refuses wrong jobs."""
+"""What run.slurm promises where torchrun starts the processes: it stops at a step, and refuses wrong jobs."""
 
 import os
 import sys
@@ -25,7 +25,8 @@ from tests.harness.jobs import (
 from tests.harness.launchers import copy_example
 from tests.harness.runs import Reference
 
-pytestmark = [pytest.mark.slurm, pytest.mark.only("torchrun_multinode")]
+pytestmark = pytest.mark.slurm
+multinode = pytest.mark.only("torchrun_multinode")
 PARTITIONS = [
     "PreemptType=preempt/partition_prio",
     "PreemptMode=REQUEUE",
@@ -51,6 +52,7 @@ def assert_stopped_once(job: Job) -> None:
     assert_no_step_lost(job)
 
 
+@multinode
 def test_ranks_by_node(shipped_job: Callable[[], Reference], two_process_job: Callable[[], Reference]) -> None:
     """The second line of a log says which processes are on which node."""
     assert "ranks: node1 0, 1; node2 2, 3" in shipped_job().stdout
@@ -61,6 +63,7 @@ LAYOUTS = [{"nodes": 1}, {"nodes": 2, "tracking": "linuxproc"}, {"nodes": 3}]
 
 
 @pytest.mark.faults
+@pytest.mark.only("torchrun_multinode", "torchrun_vision")
 @pytest.mark.parametrize("other_lab", LAYOUTS, ids=str, indirect=True)
 def test_asked_to_stop(other_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
     """USR1, as before the time limit, and SIGTERM, as when preempted: no step is lost, on any number of nodes.
@@ -75,12 +78,14 @@ def test_asked_to_stop(other_lab: Lab, example: str, source: Path, tmp_path: Pat
     outputs.assert_same_run(job.output, alone.output)
 
 
+@multinode
 def test_wrong_number_of_tasks(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
     """With --ntasks-per-node=2 the job ends at once, and one line names the option to change."""
     job = submit(lab, example, copy_example(source, tmp_path / example), options=("--ntasks-per-node=2",))
     assert_refused(job, "4 tasks on 2 nodes", "#SBATCH --ntasks-per-node=1")
 
 
+@multinode
 @pytest.mark.parametrize("other_lab", [{"extra_conf": PARTITIONS}], indirect=True)
 def test_preempted(
     other_lab: Lab, example: str, source: Path, two_process_job: Callable[[], Reference], tmp_path: Path

@@ -1,0 +1,56 @@
+"""Write a small folder of image files, `images/`, made of the digits in common/: `python make_images.py`.
+
+300 files for training and 150 for validation, in the layout that train.py reads: PART/CLASS/NAME.png.
+"""
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+from torchvision.io import write_png
+
+from common import data
+
+CLASSES = {0: "zero", 1: "one", 2: "two", 3: "three", 4: "four", 6: "six"}  # also distinct if mirrored
+PARTS = {"train": 50, "val": 25}  # files of each class
+
+
+def write_images(folder, size):
+    """Write the files under `folder`, each of size x size pixels in colour."""
+    kept = {part: dict.fromkeys(CLASSES, 0) for part in PARTS}
+    for part, test_or_train in zip(PARTS, data.load("digits"), strict=True):
+        for image, label in zip(test_or_train.images, test_or_train.labels.tolist(), strict=True):
+            if label not in CLASSES or kept[part][label] == PARTS[part]:
+                continue
+            number = kept[part][label] = kept[part][label] + 1
+            large = F.interpolate(image.permute(2, 0, 1)[None].float(), size=(size, size), mode="bilinear")[0]
+            colour = torch.tensor([1.0, 0.2 + 0.008 * (number % 100), 0.5]).view(3, 1, 1)  # varies from file to file
+            path = folder / part / CLASSES[label] / f"{number:03}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_png((large * colour).byte(), str(path))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--folder", type=Path, default="images", help="the folder to write; it must not exist yet")
+    parser.add_argument("--size", type=int, default=48, help="width and height of the images, in pixels")
+    args = parser.parse_args()
+    if args.folder.exists():
+        print(f"{args.folder} is there already: nothing was written")
+        return
+    temporary = args.folder.with_name(f"{args.folder.name}.{os.getpid()}.tmp")
+    try:
+        write_images(temporary, args.size)
+        os.replace(temporary, args.folder)
+    except (OSError, RuntimeError) as error:
+        parser.error(f"cannot write {args.folder} ({error}): is the disk full, or your quota?")
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    print(f"{args.folder}: {sum(PARTS.values()) * len(CLASSES)} images of {len(CLASSES)} classes")
+
+
+if __name__ == "__main__":
+    main()

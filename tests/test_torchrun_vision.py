@@ -1,0 +1,319 @@
+"""What only torchrun_vision promises: image files that may be damaged, loader workers, exact metrics, logs, weights."""
+
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torchvision
+from torch.nn import functional as F
+
+from tests.harness import edits, outputs, refusals, runs
+from tests.harness.processes import wait_until
+from tests.harness.readme import fences
+from tests.harness.runs import Reference
+
+pytestmark = pytest.mark.only("torchrun_vision")
+
+
+@pytest.fixture
+def module(folder: Path) -> Iterator[Callable[[str], ModuleType]]:
+    """A function that imports a module of the example's folder."""
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+        loaded = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded)
+        return loaded
+
+    return load
+
+
+def test_exact_metrics(example: str, folder: Path, reference: Reference, module: Callable[[str], ModuleType]) -> None:
+    """Test loss, top-1 and top-5 accuracy in metrics.csv are those of model.pt, computed here by one process.
+
+    best.pt has the weights of the epoch with the highest accuracy: here of the last, or of the one that it says.
+    """
+    image_files = module("image_files")
+    _, test_set, classes = image_files.load(folder / "images", 32)
+    images, labels = (torch.stack(part) for part in zip(*[(i, torch.tensor(n)) for i, n in test_set], strict=True))
+    assert len(classes) == 6 and len(labels) == 150 and images.shape[1:] == (3, 32, 32)
+    rows = outputs.read_metrics(reference.output)
+    best = max(rows, key=lambda row: row["test_accuracy"])
+    for name, row in (("model.pt", rows[-1]), ("best.pt", best)):
+        model = torchvision.models.resnet18(num_classes=6).eval()
+        model.load_state_dict(torch.load(reference.output / name, weights_only=True))
+        with torch.no_grad():
+            logits = model(image_files.normalise(images, torch.float32))
+        found = logits.topk(5).indices == labels[:, None]
+        assert row["test_accuracy"] == pytest.approx(found[:, 0].double().mean().item(), abs=1e-12)
+        assert row["test_top5_accuracy"] == pytest.approx(found.sum().item() / 150, abs=1e-12)
+        assert row["test_loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
+
+
+def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -> None:
+    """A signal in mid-epoch stops all processes after the same step; resumed in another way, the same bits.
+
+    The resumed run reads a tar of the folder, without loader workers, and computes its activations twice: an image is
+    augmented alike by whichever process, and nothing else changes a bit either. Nothing is left of the tar's copy.
+    """
+    run = runs.start(example, folder, 2)
+    run.read_until("epoch  1/")
+    os.kill(max(run.workers()), signal.SIGUSR1)
+    run.wait(60)
+    (stopped,) = re.findall(r"stopped by a signal after step (\d+) of epoch (\d+): use --resume", run.stdout)
+    assert run.status == 0 and run.stdout.count("\nused: ") == 1
+    with tarfile.open(folder / "images.tar", "w") as tar:
+        tar.add(folder / "images", "images")
+    shutil.rmtree(folder / "images")
+    (folder / "disk").mkdir()
+    arguments = "--resume --data-dir images.tar --workers 0 --gradient-checkpointing --log-to tensorboard"
+    last = runs.train(example, folder, 2, *arguments.split(), TMPDIR=str(folder / "disk"))
+    assert f"continuing after epoch {int(stopped[1]) - 1} of 5, step {stopped[0]}" in last.stdout
+    assert "0 workers for each process" in last.stdout and not [*(folder / "disk").glob("*.tar*")]
+    outputs.assert_same_run(folder / "output", reference.output)
+    assert tensorboard_epochs(folder / "output" / "tensorboard") == [1, 2, 3, 4, 5]
+
+
+def tensorboard_epochs(folder: Path) -> list[int]:
+    """Return the steps at which TensorBoard would show a test accuracy."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return [event.step for event in EventAccumulator(str(folder)).Reload().Scalars("test_accuracy")]
+
+
+BROKEN = {  # what is done to a folder of images: what the message has to say
+    "none": (lambda folder: shutil.rmtree(folder), ["there is no", "python make_images.py"]),
+    "no val": (lambda folder: shutil.rmtree(folder / "val"), ["images/val", "CLASS/*.jpg"]),
+    "empty class": (lambda folder: (folder / "train" / "empty").mkdir(), ["images/train", "empty"]),
+    "class missing in val": (lambda folder: shutil.rmtree(folder / "val" / "six"), ["images/val", "the class six"]),
+    "class missing in train": (lambda folder: shutil.rmtree(folder / "train" / "one"), ["images/train", "class one"]),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_incomplete_folder(example: str, folder: Path, module: Callable[[str], ModuleType], case: str) -> None:
+    """A folder that is not complete is refused with one line, which says what is missing."""
+    change, texts = BROKEN[case]
+    change(folder / "images")
+    with pytest.raises(Exception) as raised:  # noqa: PT011  (the copy's own DataError)
+        module("image_files").load(folder / "images", 32)
+    message = str(raised.value)
+    assert type(raised.value).__name__ == "DataError" and "\n" not in message
+    assert all(text in message for text in texts), message
+
+
+@pytest.mark.parametrize(
+    ("damage", "in_tar"), [("truncated", False), ("empty", False), ("text", False), ("truncated", True)]
+)
+def test_damaged_image(
+    folder: Path, example: str, module: Callable[[str], ModuleType], damage: str, in_tar: bool
+) -> None:
+    """A file that cannot be decoded names itself, in a folder and in a tar."""
+    path = folder / "images" / "train" / "six" / "007.png"
+    content = path.read_bytes()
+    path.write_bytes({"truncated": content[: len(content) // 2], "empty": b"", "text": b"not an image\n"}[damage])
+    image_files = module("image_files")
+    data = folder / "images"
+    if in_tar:
+        data = folder / "images.tar"
+        with tarfile.open(data, "w") as tar:
+            tar.add(folder / "images", "images")
+        image_files.stage = lambda path: os.open(path, os.O_RDONLY)  # which needs torchrun
+    train_set, _, _ = image_files.load(data, 32)
+    with pytest.raises(Exception, match=r"train/six/007\.png is damaged") as raised:  # noqa: PT011
+        for index in range(len(train_set)):
+            train_set[index]
+    assert type(raised.value).__name__ == "DataError" and "\n" not in str(raised.value)
+
+
+def test_damaged_image_in_training(example: str, folder: Path) -> None:
+    """A damaged file that a loader worker meets ends the run with one line, on however many processes."""
+    (folder / "images" / "val" / "six" / "007.png").write_bytes(b"not an image")
+    run = runs.start(example, folder, 2, "--epochs", 1).wait(120)
+    lines = [line for line in run.stderr.splitlines() if line.startswith("train.py: error: ")]
+    assert run.status == 1 and len(lines) == 1, run.stderr  # beside it the other process says that it lost this one
+    assert lines[0].endswith("images/val/six/007.png is damaged (it cannot be decoded): replace it, or remove it")
+
+
+def test_bad_input(example: str, folder: Path) -> None:
+    """Bad values of its own flags are refused with one clear line each."""
+    texts = {
+        "--model resnet19": ["--model", "'resnet19'", "resnet18"],
+        "--workers -1": ["--workers", "0 or more"],
+        "--warmup-epochs 6": ["--warmup-epochs", "0 to --epochs 5", "6"],
+        "--log-to excel": ["--log-to", "'excel'", "tensorboard"],
+        "--sync-batchnorm": ["--sync-batchnorm", "needs GPUs"],
+        "--image-size 0": ["--image-size", "1 or more"],
+    }
+    refusals.assert_arguments_refused(folder, texts)
+
+
+WEIGHTS = {  # case: the file, the arguments, what the message says
+    "other classes": (torchvision.models.resnet18, "", ["--weights weights.pth", "10 classes", "has 6", "--new-head"]),
+    "other model": (torchvision.models.mobilenet_v3_small, "", ["--weights weights.pth", "resnet18", "--model"]),
+    "no weights": (None, "", ["--weights weights.pth", "cannot be read", "state dict"]),
+    "small images": (torchvision.models.resnet18, "--model vit_b_16 --image-size 40", ["--image-size 40", "vit_b_16"]),
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_weights_that_do_not_fit(example: str, folder: Path, case: str) -> None:
+    """Weights of another model, or of another number of classes, are refused with one line."""
+    make, arguments, texts = WEIGHTS[case]
+    if make:
+        torch.save(make(num_classes=10).state_dict(), folder / "weights.pth")
+    else:
+        (folder / "weights.pth").write_text("weights")
+    run = runs.start(example, folder, 2, "--weights", "weights.pth", *arguments.split()).wait(120)
+    refusals.assert_refused(run, 1, *texts)
+    assert not (folder / "output" / "checkpoint.pt").exists()
+
+
+@pytest.mark.faults
+def test_weights(example: str, folder: Path, reference: Reference) -> None:
+    """Training starts from the weights in a file: with --lr 0 they stay; --new-head replaces the last layer only."""
+    shutil.copy(reference.output / "model.pt", folder / "weights.pth")
+    words = "--weights weights.pth --lr 0 --epochs 2"
+    runs.train(example, folder, 2, *words.split())
+    weights, before = (outputs.read_model(path) for path in (folder / "output", reference.output))
+    trained = [name for name in before if not re.search("running_|num_batches", name)]
+    assert all(torch.equal(weights[name], before[name]) for name in trained)
+    for part in ("train", "val"):
+        shutil.rmtree(folder / "images" / part / "six")
+    runs.train(example, folder, 2, *words.split(), "--new-head", "--output-dir", "output/new")
+    weights = outputs.read_model(folder / "output" / "new")
+    assert weights["fc.weight"].shape == (5, 512)
+    assert all(torch.equal(weights[name], before[name]) for name in trained if not name.startswith("fc."))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--precision bf16 --gradient-accumulation-steps 2 --max-grad-norm 1 --batch-size 8",
+        "--precision fp16 --scale-lr",
+        "--precision fp64 --epochs 2 --warmup-epochs 0",
+        "--model mobilenet_v3_small --gradient-checkpointing",
+        "--model vit_b_32 --image-size 64 --epochs 2 --lr 1e-4",
+        "--model googlenet --image-size 64 --epochs 2",
+    ],
+)
+def test_trains(example: str, folder: Path, arguments: str) -> None:
+    """Other models and precisions train, too: the loss falls, and model.pt has weights of the expected type."""
+    runs.train(example, folder, 2, *arguments.split(), seconds=900)
+    rows = outputs.read_metrics(folder / "output")
+    assert rows[-1]["train_loss"] < rows[0]["train_loss"]
+    dtype = torch.float64 if "fp64" in arguments else torch.float32
+    assert {w.dtype for w in outputs.read_model(folder / "output").values() if w.is_floating_point()} == {dtype}
+
+
+@pytest.mark.faults
+def test_two_processes_as_one(example: str, folder: Path) -> None:
+    """Without BatchNorm, 2 x 8 images a step are 1 x 16: the same weights, to 1e-9 in fp64, after an epoch.
+
+    So the gradients are averaged; and an image's augmentation does not depend on the process that reads it.
+    """
+    arguments = "--model squeezenet1_1 --image-size 64 --epochs 1 --warmup-epochs 0 --precision fp64"
+    no_dropout = "import torchvision.models.squeezenet as s; s.nn.Dropout = lambda p: s.nn.Identity()\n"
+    imports = "from torchvision import models\n"
+    edits.edit(folder / "classifiers.py", imports, imports + no_dropout)
+    for processes, batch_size in ((2, 8), (1, 16)):
+        output = f"output/{processes}"
+        runs.train(
+            example,
+            folder,
+            processes,
+            *arguments.split(),
+            "--batch-size",
+            batch_size,
+            "--output-dir",
+            output,
+            seconds=600,
+        )
+    one, two = (outputs.read_model(folder / "output" / name) for name in "12")
+    assert outputs.largest_difference(one, two) < 1e-9
+
+
+NOTE = """    import hashlib
+    statistics = b"".join(b.numpy().tobytes() for b in model.buffers() if b.is_floating_point())
+    print(hashlib.sha256(statistics).hexdigest(), file=open(f"statistics-{dist.get_rank()}", "a"))
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("averaged", [True, False])
+def test_statistics(example: str, folder: Path, averaged: bool) -> None:
+    """All processes evaluate with the same statistics of BatchNorm; without averaging them, they do not."""
+    edits.edit(folder / "train.py", "    model.eval()\n    sums", f"    model.eval()\n{NOTE}    sums")
+    if not averaged:
+        path = folder / "train.py"
+        path.write_text(
+            re.sub(r"^        average_statistics\(.*$", "        pass", path.read_text(), flags=re.MULTILINE)
+        )
+    runs.train(example, folder, 2, "--epochs", 1, "--warmup-epochs", 0)
+    one, other = ((folder / f"statistics-{rank}").read_text() for rank in (0, 1))
+    assert (one == other) == averaged
+
+
+@pytest.mark.faults
+def test_no_process_outlives_a_killed_one(example: str, folder: Path) -> None:
+    """Loader workers end with the process that they read for, even if that gets SIGKILL; an exception ends the run."""
+    run = runs.start(example, folder, 1, "--workers", 3)
+    run.read_until("epoch  1/")
+    (trainer,) = run.workers()
+    assert len([pid for pid in run.pids() if Path(f"/proc/{pid}/comm").read_text() == "pt_data_worker\n"]) == 3
+    os.kill(trainer, signal.SIGKILL)
+    run.process.wait(60)
+    wait_until(lambda: not run.pids(), 30, "the end of all loader workers")
+    edits.edit(folder / "train.py", "        scaler.update()\n", "        raise ArithmeticError('planted')\n")
+    run = runs.start(example, folder, 2, "--output-dir", "other").wait(90)
+    assert run.status > 0 and "ArithmeticError: planted" in run.stderr
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("package", ["mlflow", "wandb"])
+def test_logs(example: str, folder: Path, tmp_path: Path, package: str) -> None:
+    """--log-to without its package is one line; with it, the metrics are in files under the output folder."""
+    run = runs.start(example, folder, 2, "--log-to", package, "--epochs", 2).wait(120)
+    refusals.assert_refused(run, 1, f"--log-to {package}", f"pip install {package}")
+    pinned = re.search(rf"{package}==[\d.]+", (folder / "README.md").read_text())[0]
+    extra = tmp_path / "extra"
+    install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--target", str(extra), pinned]
+    subprocess.run(install, check=True, timeout=300)
+    words = ("--log-to", package, "--epochs", 2, "--output-dir", "output/logged")
+    runs.train(example, folder, 2, *words, PYTHONPATH=str(extra))
+    logged = folder / "output" / "logged" / package
+    if package == "mlflow":
+        import sqlite3
+
+        with sqlite3.connect(logged / "mlflow.db") as database:
+            query = "select step, value from metrics where key = 'test_accuracy' order by step"
+            rows = database.execute(query).fetchall()
+        expected = [(row["epoch"], row["test_accuracy"]) for row in outputs.read_metrics(logged.parent)]
+        assert rows == [(epoch, pytest.approx(value)) for epoch, value in expected]
+    else:
+        assert [*logged.glob("wandb/offline-run-*/*.wandb")], "no offline run"
+
+
+@pytest.mark.faults
+def test_own_model(example: str, folder: Path) -> None:
+    """The recipe in the README: a model of one's own, in the place of torchvision's."""
+    for text in fences(folder / "README.md", "python"):
+        (folder / text.partition("\n")[0].removeprefix("# ")).write_text(text)
+    for text in fences(folder / "README.md", "diff"):
+        edits.apply_diff(folder / "train.py", text)
+    runs.train(example, folder, 2, "--epochs", 2)
+    rows = outputs.read_metrics(folder / "output")
+    assert rows[-1]["train_loss"] < rows[0]["train_loss"]
+    assert set(outputs.read_model(folder / "output")) != set(torchvision.models.resnet18().state_dict())
