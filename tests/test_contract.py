@@ -79,6 +79,10 @@ def test_default_run(example: str, reference: Reference) -> None:
     expected = [(row["epoch"], round(row["train_loss"], 4), round(row[column] * factor, digits)) for row in rows]
     assert values == expected
     assert sum(f"finished: {words}" in line for line in lines) == 1
+    used = r"used: \d+ s, (\d+)% of \d+ cores, \d+ MB a process(?:, \d+ MB of a GPU)?, (\d+) samples/s"
+    ((share, speed),) = [match.groups() for match in map(re.compile(used).fullmatch, lines) if match]
+    samples = sum(row["samples_per_second"] * row["seconds"] for row in rows)
+    assert 1 <= int(share) <= 100 and abs(int(speed) - samples / sum(row["seconds"] for row in rows)) <= 1
 
 
 @pytest.mark.thorough

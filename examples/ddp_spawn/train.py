@@ -10,13 +10,16 @@ If a process dies or hangs, the others end with an error too; --resume then cont
 import argparse
 import errno
 import fcntl
+import functools
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 import warnings
 import zipfile
 from datetime import timedelta
@@ -49,6 +52,9 @@ def parse_args():
     parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
     parser.add_argument("--processes", type=int, default=torch.cuda.device_count() or 2, help="one per GPU, if any")
+    parser.add_argument(
+        "--profile", action="store_true", help="show what 5 steps spend their time on, and write a trace"
+    )
     args = parser.parse_args()
     args.world_size = args.processes
     check_args(parser, args)
@@ -72,7 +78,7 @@ def setup(args, local_rank, port):
     return device
 
 
-def train_one_epoch(args, ddp_model, train_loader, optimizer, device):
+def train_one_epoch(args, ddp_model, train_loader, optimizer, device, profiler):
     """Return the mean training loss and the number of samples, both over all processes, and the time in seconds."""
     ddp_model.train()
     start = time.perf_counter()
@@ -88,6 +94,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device):
         sums[1] += len(labels)
         optimizer.step()
         optimizer.zero_grad()
+        profiler.step()
     dist.all_reduce(sums)  # ddp: sum over all processes
     loss_sum, samples = sums.tolist()
     return loss_sum / samples, samples, time.perf_counter() - start
@@ -130,12 +137,11 @@ def main(rank, args, port):
     model = ConvNet().to(device, DTYPES[args.precision])
     lr = args.lr * (args.world_size if args.scale_lr else 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr)
-    history = []  # one dict per epoch: the rows of metrics.csv
+    history = checkpoint["history"] if checkpoint else []  # one dict per epoch: the rows of metrics.csv
     if checkpoint:
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         optimizer.param_groups[0]["lr"] = lr  # not the checkpoint's: --lr may have been changed
-        history = checkpoint["history"]
     # ddp: shares the weights of `model`, and averages their gradients over all processes in the backward pass
     ddp_model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     # For bit-identical results after a resume; the zeros have the shape of the model's input.
@@ -143,9 +149,10 @@ def main(rank, args, port):
 
     # Train
     print_header(args, device, checkpoint)
+    profiler = make_profiler(args, (args.epochs - len(history)) * len(batches))
     for epoch in range(len(history) + 1, args.epochs + 1):
         sampler.set_epoch(epoch - 1)  # ddp: another order in each epoch, the same in all processes
-        train_loss, count, seconds = train_one_epoch(args, ddp_model, train_loader, optimizer, device)
+        train_loss, count, seconds = train_one_epoch(args, ddp_model, train_loader, optimizer, device, profiler)
         test_loss, test_accuracy = evaluate(args, model, test_loader, device)
         row = {"epoch": epoch, "train_loss": train_loss, "test_loss": test_loss, "test_accuracy": test_accuracy}
         history.append(row | {"samples_per_second": count / seconds, "seconds": seconds, "world_size": args.world_size})
@@ -155,6 +162,7 @@ def main(rank, args, port):
     # Finish
     if rank == 0:
         write(args.output_dir / "model.pt", lambda file: torch.save(model.cpu().state_dict(), file))
+    print_usage(history)
     shut_down(f"finished: test acc {history[-1]['test_accuracy']:.2%}, model in {args.output_dir / 'model.pt'}")
 
 
@@ -342,6 +350,101 @@ def print_epoch(args, row):
     losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
     speed = f"{row['samples_per_second']:5.0f} samples/s | {row['seconds']:6.2f} s"
     print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | test acc {row['test_accuracy']:7.2%} | {speed}")
+
+
+def make_profiler(args, steps):
+    """Return the profiler: with --profile it records 5 steps, after the first 3, and reports; else it does nothing.
+
+    Nor does it if a resumed run has fewer steps left: it has to end all the same.
+    """
+    if not args.profile or (args.resume and steps < 8):
+        return types.SimpleNamespace(step=lambda: None)
+    if steps < 8:
+        fail(f"--profile needs 8 steps, and this run has {steps} to do: raise --epochs, or lower --batch-size")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else it logs an error: no GPU
+    schedule = torch.profiler.schedule(wait=1, warmup=2, active=5, repeat=1)
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=functools.partial(report_profile, args))
+
+
+def report_profile(args, profiler):
+    """Write this process's trace; print on rank 0 what the time of a step goes to, as a mean over all processes."""
+    folder, rank = args.output_dir / "profile", dist.get_rank()
+    torch.profiler.tensorboard_trace_handler(str(folder), f"rank{rank}")(profiler)
+    found = [None] * args.world_size
+    dist.all_gather_object(found, shares_of_a_step(profiler.events()))
+    if rank > 0:
+        return
+    seconds, data, network, computing = (sum(values) / args.world_size for values in zip(*found, strict=True))
+    print(f"profile: a step takes {seconds:.3f} s, the mean of 5 steps and of all processes; traces: {folder}")
+    other = 1 - data - network - computing
+    shares = {"waits for data": data, "waits for the network": network, "computes": computing}
+    for name, share in (shares | {"does other things": other}).items():
+        print(f"profile: {name:21} {share:6.1%}")
+    advice = "computing takes most of it: more processes, --precision bf16, a smaller model"
+    if data > max(network, 0.2):
+        advice = "reading data is too slow: more workers or cores, smaller files, a faster disk"
+    elif network > 0.2:
+        advice = "the network or a slower process is waited for: a larger --batch-size means fewer exchanges"
+    elif other > computing:
+        advice = "starting the work, evaluation or saving takes most of it: a larger --batch-size"
+    print(f"profile: {advice}")
+
+
+def shares_of_a_step(events):
+    """Return the seconds of a step, and its shares that wait for data, wait for the network, and compute.
+
+    What happens at the same time counts once: as computing, else as the network, else as data.
+    """
+    steps, data, network, computing = [], [], [], []
+    gpu = any(event.device_type == torch.autograd.DeviceType.CUDA for event in events)
+    for event in events:
+        span, name = (event.time_range.start, event.time_range.end), event.name
+        if gpu and event.device_type == torch.autograd.DeviceType.CUDA:
+            if not event.is_user_annotation:
+                (network if "nccl" in name.lower() else computing).append(span)
+        elif name.startswith("ProfilerStep"):
+            steps.append(span)
+        elif name.startswith("enumerate(DataLoader)"):
+            data.append(span)
+        elif not gpu and name.startswith("gloo:"):
+            network.append(span)
+        elif not gpu and name.startswith(("aten::", "autograd::", "DistributedDataParallel", "Optimizer.step")):
+            computing.append(span)
+    total = covered(steps)
+    busy = [covered(computing), covered(computing + network), covered(computing + network + data)]
+    shares = [(busy[2] - busy[1]) / total, (busy[1] - busy[0]) / total, busy[0] / total]
+    return [total / len(steps) / 1e6, *shares]
+
+
+def covered(spans):
+    """Return the length of what is covered by at least one of these (start, end)."""
+    length, reached = 0, float("-inf")
+    for start, end in sorted(spans):
+        length += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return length
+
+
+def print_usage(history):
+    """Print on rank 0 what all processes together have used: what `seff` says, which not every cluster has."""
+    busy = sum(os.times()[:4])  # time of a core, in seconds
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    used = [None] * dist.get_world_size()
+    dist.all_gather_object(used, (busy, memory, torch.cuda.max_memory_allocated() / 2**20))
+    if dist.get_rank() > 0:
+        return
+    busy, memory, gpu = zip(*used, strict=True)
+    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) * int(os.environ.get("SLURM_NTASKS", 1))
+    cores = cores or len(os.sched_getaffinity(0))
+    start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - start
+    text = f"used: {seconds:.0f} s, {sum(busy) / seconds / cores:.0%} of {cores} cores, {max(memory):.0f} MB a process"
+    text += f", {max(gpu):.0f} MB of a GPU" * (max(gpu) > 0)
+    if history:
+        samples = sum(row["samples_per_second"] * row["seconds"] for row in history)
+        text += f", {samples / sum(row['seconds'] for row in history):.0f} samples/s"
+    print(text)
 
 
 def shut_down(message):

@@ -16,6 +16,7 @@ import fcntl
 import json
 import math
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -191,6 +192,7 @@ def main(args):
     weights = gather_weights(engine.module)
     if rank == 0:
         write(args.output_dir / "model.pt", lambda file: torch.save(weights, file))
+    print_usage(history)
     shut_down(f"finished: test acc {history[-1]['test_accuracy']:.2%}, model in {args.output_dir / 'model.pt'}")
 
 
@@ -431,6 +433,27 @@ def print_epoch(args, row):
     losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
     speed = f"{row['samples_per_second']:5.0f} samples/s | {row['seconds']:6.2f} s"
     print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | test acc {row['test_accuracy']:7.2%} | {speed}")
+
+
+def print_usage(history):
+    """Print on rank 0 what all processes together have used: what `seff` says, which not every cluster has."""
+    busy = sum(os.times()[:4])  # time of a core, in seconds
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    used = [None] * dist.get_world_size()
+    dist.all_gather_object(used, (busy, memory, torch.cuda.max_memory_allocated() / 2**20))
+    if dist.get_rank() > 0:
+        return
+    busy, memory, gpu = zip(*used, strict=True)
+    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) * int(os.environ.get("SLURM_NTASKS", 1))
+    cores = cores or len(os.sched_getaffinity(0))
+    start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - start
+    text = f"used: {seconds:.0f} s, {sum(busy) / seconds / cores:.0%} of {cores} cores, {max(memory):.0f} MB a process"
+    text += f", {max(gpu):.0f} MB of a GPU" * (max(gpu) > 0)
+    if history:
+        samples = sum(row["samples_per_second"] * row["seconds"] for row in history)
+        text += f", {samples / sum(row['seconds'] for row in history):.0f} samples/s"
+    print(text)
 
 
 def shut_down(message):

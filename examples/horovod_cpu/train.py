@@ -12,9 +12,12 @@ import argparse
 import errno
 import faulthandler
 import fcntl
+import functools
 import os
+import resource
 import sys
 import time
+import types
 import zipfile
 from itertools import islice
 from pathlib import Path
@@ -43,6 +46,9 @@ def parse_args():
     parser.add_argument("--timeout", type=int, default=300, help="seconds that a step, or the start, may take")
     parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
+    parser.add_argument(
+        "--profile", action="store_true", help="show what 5 steps spend their time on, and write a trace"
+    )
     add_horovod_arguments(parser)
     args = parser.parse_args()
     check_args(parser, args)
@@ -99,7 +105,7 @@ def distribute(args, model, optimizer, checkpoint, resumed):
     return optimizer
 
 
-def train_one_epoch(args, model, train_loader, optimizer, device, epoch):
+def train_one_epoch(args, model, train_loader, optimizer, device, epoch, profiler):
     """Return the mean training loss and the number of samples, both over all processes, and the time in seconds."""
     model.train()
     start = time.perf_counter()
@@ -119,6 +125,7 @@ def train_one_epoch(args, model, train_loader, optimizer, device, epoch):
         if micro_batch + 1 == args.gradient_accumulation_steps:
             optimizer.step()  # horovod: waits until all gradients are averaged over all processes
             optimizer.zero_grad()
+            profiler.step()
         restart_watchdog(args)
     sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes
     loss_sum, samples = sums.tolist()
@@ -167,9 +174,10 @@ def main(args):
 
     # Train
     print_header(args, f"ConvNet on {args.dataset}", device, history)
+    profiler = make_profiler(args, (args.epochs - len(history)) * (len(batches) // args.gradient_accumulation_steps))
     for epoch in range(len(history) + 1, args.epochs + 1):
         sampler.set_epoch(epoch - 1)  # horovod: another order in each epoch, the same in all processes
-        train_loss, count, seconds = train_one_epoch(args, model, train_loader, optimizer, device, epoch - 1)
+        train_loss, count, seconds = train_one_epoch(args, model, train_loader, optimizer, device, epoch - 1, profiler)
         test_loss, test_accuracy = evaluate(args, model, test_loader, device)
         row = {"epoch": epoch, "train_loss": train_loss, "test_loss": test_loss, "test_accuracy": test_accuracy}
         history.append(row | {"samples_per_second": count / seconds, "seconds": seconds, "world_size": args.world_size})
@@ -177,6 +185,7 @@ def main(args):
         print_epoch(args, history[-1])
 
     # Finish
+    print_usage(history)
     if rank == 0:
         write(args.output_dir / "model.pt", lambda file: torch.save(model.cpu().state_dict(), file))
         print(f"finished: test acc {history[-1]['test_accuracy']:.2%}, model in {args.output_dir / 'model.pt'}")
@@ -256,7 +265,7 @@ def check_batch_size(args, train_set):
 
 def resume_settings(args):
     """Return the settings that a resumed run must share with the run that it continues."""
-    may_change = ("data_dir", "epochs", "lr", "timeout", "output_dir", "resume")
+    may_change = ("data_dir", "epochs", "lr", "timeout", "output_dir", "resume", "profile")
     return {name: value for name, value in vars(args).items() if name not in may_change}
 
 
@@ -357,6 +366,95 @@ def print_epoch(args, row):
     losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
     speed = f"{row['samples_per_second']:5.0f} samples/s | {row['seconds']:6.2f} s"
     print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | test acc {row['test_accuracy']:7.2%} | {speed}")
+
+
+def make_profiler(args, steps):
+    """Return the profiler: with --profile it records 5 steps, after the first 3, and reports; else it does nothing.
+
+    Nor does it if a resumed run has fewer steps left: it has to end all the same.
+    """
+    if not args.profile or (args.resume and steps < 8):
+        return types.SimpleNamespace(step=lambda: None)
+    if steps < 8:
+        fail_together(f"--profile needs 8 steps, and this run has {steps} to do: raise --epochs, or lower --batch-size")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else it logs an error: no GPU
+    schedule = torch.profiler.schedule(wait=1, warmup=2, active=5, repeat=1)
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=functools.partial(report_profile, args))
+
+
+def report_profile(args, profiler):
+    """Write this process's trace; print on rank 0 what the time of a step goes to, as a mean over all processes."""
+    folder, rank = args.output_dir / "profile", hvd.rank()
+    torch.profiler.tensorboard_trace_handler(str(folder), f"rank{rank}")(profiler)
+    found = hvd.allgather_object(shares_of_a_step(profiler.events()), name="profile")
+    if rank > 0:
+        return
+    seconds, data, network, computing = (sum(values) / args.world_size for values in zip(*found, strict=True))
+    print(f"profile: a step takes {seconds:.3f} s, the mean of 5 steps and of all processes; traces: {folder}")
+    other = 1 - data - network - computing
+    shares = {"waits for data": data, "waits for the network": network, "computes": computing}
+    for name, share in (shares | {"does other things": other}).items():
+        print(f"profile: {name:21} {share:6.1%}")
+    advice = "computing takes most of it: more processes, --precision bf16, a smaller model"
+    if data > max(network, 0.2):
+        advice = "reading data is too slow: more workers or cores, smaller files, a faster disk"
+    elif network > 0.2:
+        advice = "the network or a slower process is waited for: a larger --batch-size means fewer exchanges"
+    elif other > computing:
+        advice = "starting the work, evaluation or saving takes most of it: a larger --batch-size"
+    print(f"profile: {advice}")
+
+
+def shares_of_a_step(events):
+    """Return the seconds of a step, and its shares that wait for data, wait for the network, and compute.
+
+    What happens at the same time counts once: as computing, else as the network, else as data.
+    """
+    steps, data, network, computing = [], [], [], []
+    for event in events:
+        span, name = (event.time_range.start, event.time_range.end), event.name
+        if name.startswith("ProfilerStep"):
+            steps.append(span)
+        elif name.startswith("enumerate(DataLoader)"):
+            data.append(span)
+        elif name.startswith("Optimizer.step") and not (event.cpu_parent and event.cpu_parent.name == name):
+            network.append(span)  # horovod: waits for the gradients, then takes the step of AdamW, an event within
+        elif name.startswith(("aten::", "autograd::", "Optimizer.step")):
+            computing.append(span)
+    total = covered(steps)
+    busy = [covered(computing), covered(computing + network), covered(computing + network + data)]
+    shares = [(busy[2] - busy[1]) / total, (busy[1] - busy[0]) / total, busy[0] / total]
+    return [total / len(steps) / 1e6, *shares]
+
+
+def covered(spans):
+    """Return the length of what is covered by at least one of these (start, end)."""
+    length, reached = 0, float("-inf")
+    for start, end in sorted(spans):
+        length += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return length
+
+
+def print_usage(history):
+    """Print on rank 0 what all processes together have used: what `seff` says, which not every cluster has."""
+    busy = sum(os.times()[:4])  # time of a core, in seconds
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    used = hvd.allgather_object((busy, memory), name="usage")  # by default the name is the type of the object
+    if hvd.rank() > 0:
+        return
+    busy, memory = zip(*used, strict=True)
+    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) * int(os.environ.get("SLURM_NTASKS", 1))
+    cores = cores or len(os.sched_getaffinity(0))
+    start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - start
+    text = f"used: {seconds:.0f} s, {sum(busy) / seconds / cores:.0%} of {cores} cores, {max(memory):.0f} MB a process"
+    if history:
+        unit = "samples" if "samples_per_second" in history[0] else "tokens"  # train_lm.py
+        count = sum(row[f"{unit}_per_second"] * row["seconds"] for row in history)
+        text += f", {count / sum(row['seconds'] for row in history):.0f} {unit}/s"
+    print(text)
 
 
 def shut_down(args):

@@ -23,6 +23,7 @@ from train import (
     find_checkpoint,
     learning_rate,
     print_header,
+    print_usage,
     restart_watchdog,
     save_checkpoint,
     setup,
@@ -167,6 +168,7 @@ def main(args):
         print_epoch(args, history[-1], entropy)
 
     # Finish
+    print_usage(history)
     if rank == 0:
         write(args.output_dir / "model.pt", lambda file: torch.save(model.state_dict(), file))
         print(f"sample: {sample(args, model)}")

@@ -13,6 +13,7 @@ import faulthandler
 import fcntl
 import json
 import os
+import resource
 import sys
 import time
 import zipfile
@@ -179,6 +180,7 @@ def main(args):
         print_epoch(args, history[-1])
 
     # Finish
+    print_usage(history)
     if rank == 0:
         write(args.output_dir / "model.keras", lambda file: keras.saving.save_model(model, file.name))
         print(f"finished: test acc {history[-1]['test_accuracy']:.2%}, model in {args.output_dir / 'model.keras'}")
@@ -359,6 +361,25 @@ def print_epoch(args, row):
     losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
     speed = f"{row['samples_per_second']:5.0f} samples/s | {row['seconds']:6.2f} s"
     print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | test acc {row['test_accuracy']:7.2%} | {speed}")
+
+
+def print_usage(history):
+    """Print on rank 0 what all processes together have used: what `seff` says, which not every cluster has."""
+    busy = sum(os.times()[:4])  # time of a core, in seconds
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    used = hvd.allgather_object((busy, memory), name="usage")  # by default the name is the type of the object
+    if hvd.rank() > 0:
+        return
+    busy, memory = zip(*used, strict=True)
+    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) * int(os.environ.get("SLURM_NTASKS", 1))
+    cores = cores or len(os.sched_getaffinity(0))
+    start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - start
+    text = f"used: {seconds:.0f} s, {sum(busy) / seconds / cores:.0%} of {cores} cores, {max(memory):.0f} MB a process"
+    if history:
+        samples = sum(row["samples_per_second"] * row["seconds"] for row in history)
+        text += f", {samples / sum(row['seconds'] for row in history):.0f} samples/s"
+    print(text)
 
 
 def shut_down(args):

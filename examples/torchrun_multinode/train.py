@@ -11,11 +11,14 @@ import argparse
 import ctypes
 import errno
 import fcntl
+import functools
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+import types
 import warnings
 import zipfile
 from datetime import timedelta
@@ -48,11 +51,12 @@ def parse_args():
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
     parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    parser.add_argument(
-        "--checkpoint-every", type=int, metavar="STEPS", help="also save every STEPS steps within an epoch"
-    )
+    parser.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="also save every STEPS steps of an epoch")
     parser.add_argument("--gradient-accumulation-steps", type=int, default=1, help="batches per optimizer step")
     parser.add_argument("--max-grad-norm", type=float, help="clip the norm of the gradients to this value")
+    parser.add_argument(
+        "--profile", action="store_true", help="show what 5 steps spend their time on, and write a trace"
+    )
     args = parser.parse_args()
     args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun: number of processes on this node
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: number of processes on all nodes
@@ -75,7 +79,7 @@ def setup(args):
     return device
 
 
-def train_one_epoch(args, ddp_model, train_loader, optimizer, device, history, position):
+def train_one_epoch(args, ddp_model, train_loader, optimizer, device, history, position, profiler):
     """Return the mean training loss and the number of samples, both over all processes, and the time in seconds."""
     ddp_model.train()
     start = time.perf_counter() - position["seconds"]
@@ -104,7 +108,9 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, history, p
             position["seconds"] = time.perf_counter() - start
             save_checkpoint(args, ddp_model.module, optimizer, history, position)
         if vote:
+            print_usage(history)
             shut_down(f"stopped by a signal after step {position['step']} of epoch {len(history) + 1}: use --resume")
+        profiler.step()
     dist.all_reduce(sums)  # ddp: sum over all processes
     loss_sum, samples = sums.tolist()
     return loss_sum / samples, samples, time.perf_counter() - start
@@ -131,8 +137,7 @@ def evaluate(args, model, test_loader, device):
 def main(args):
     """Train as one process of args.world_size."""
     train_set, test_set = load_data(args)
-    device = setup(args)
-    rank = dist.get_rank()
+    device, rank = setup(args), dist.get_rank()
     checkpoint = broadcast_checkpoint(args, device)
 
     # Data: a batch is read by indexing the data set with a list of indices, therefore batch_size=None.
@@ -147,13 +152,12 @@ def main(args):
     model = ConvNet().to(device, DTYPES[args.precision])
     lr = args.lr * (args.world_size if args.scale_lr else 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr)
-    history = []  # one dict per epoch: the rows of metrics.csv
+    history = checkpoint["history"] if checkpoint else []  # one dict per epoch: the rows of metrics.csv
     position = resume_position(checkpoint, device)  # steps, seconds and sums of the current epoch so far
     if checkpoint:
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         optimizer.param_groups[0]["lr"] = lr  # not the checkpoint's: --lr may have been changed
-        history = checkpoint["history"]
     # ddp: shares the weights of `model`, and averages their gradients over all processes in the backward pass
     ddp_model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     # For bit-identical results after a resume; the zeros have the shape of the model's input.
@@ -161,11 +165,12 @@ def main(args):
 
     # Train
     print_header(args, device, checkpoint)
+    profiler = make_profiler(args, remaining_steps(args, sampler, history, position))
     for epoch in range(len(history) + 1, args.epochs + 1):
         sampler.set_epoch(epoch - 1)  # ddp: another order in each epoch, the same in all processes
         train_loader = DataLoader(train_set, sampler=remaining_batches(args, sampler, position), batch_size=None)
         train_loss, count, seconds = train_one_epoch(
-            args, ddp_model, train_loader, optimizer, device, history, position
+            args, ddp_model, train_loader, optimizer, device, history, position, profiler
         )
         test_loss, test_accuracy = evaluate(args, model, test_loader, device)
         row = {"epoch": epoch, "train_loss": train_loss, "test_loss": test_loss, "test_accuracy": test_accuracy}
@@ -177,6 +182,7 @@ def main(args):
     # Finish
     if rank == 0:
         write(args.output_dir / "model.pt", lambda file: torch.save(model.cpu().state_dict(), file))
+    print_usage(history)
     shut_down(f"finished: test acc {history[-1]['test_accuracy']:.2%}, model in {args.output_dir / 'model.pt'}")
 
 
@@ -338,6 +344,12 @@ def remaining_batches(args, sampler, position):
     return batches[position["step"] * per_step : len(batches) // per_step * per_step]  # only complete steps
 
 
+def remaining_steps(args, sampler, history, position):
+    """Return the number of optimizer steps that this run still has to do."""
+    per_epoch = len(sampler) // (args.batch_size * args.gradient_accumulation_steps)
+    return (args.epochs - len(history)) * per_epoch - position["step"]
+
+
 def start_of_epoch(device):
     """Return the position of a process before the first step of an epoch."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples: of this process, in this epoch so far
@@ -395,6 +407,101 @@ def print_epoch(args, row):
     losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
     speed = f"{row['samples_per_second']:5.0f} samples/s | {row['seconds']:6.2f} s"
     print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | test acc {row['test_accuracy']:7.2%} | {speed}")
+
+
+def make_profiler(args, steps):
+    """Return the profiler: with --profile it records 5 steps, after the first 3, and reports; else it does nothing.
+
+    Nor does it if a resumed run has fewer steps left: it has to end all the same.
+    """
+    if not args.profile or (args.resume and steps < 8):
+        return types.SimpleNamespace(step=lambda: None)
+    if steps < 8:
+        fail(f"--profile needs 8 steps, and this run has {steps} to do: raise --epochs, or lower --batch-size")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else it logs an error: no GPU
+    schedule = torch.profiler.schedule(wait=1, warmup=2, active=5, repeat=1)
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=functools.partial(report_profile, args))
+
+
+def report_profile(args, profiler):
+    """Write this process's trace; print on rank 0 what the time of a step goes to, as a mean over all processes."""
+    folder, rank = args.output_dir / "profile", dist.get_rank()
+    torch.profiler.tensorboard_trace_handler(str(folder), f"rank{rank}")(profiler)
+    found = [None] * args.world_size
+    dist.all_gather_object(found, shares_of_a_step(profiler.events()))
+    if rank > 0:
+        return
+    seconds, data, network, computing = (sum(values) / args.world_size for values in zip(*found, strict=True))
+    print(f"profile: a step takes {seconds:.3f} s, the mean of 5 steps and of all processes; traces: {folder}")
+    other = 1 - data - network - computing
+    shares = {"waits for data": data, "waits for the network": network, "computes": computing}
+    for name, share in (shares | {"does other things": other}).items():
+        print(f"profile: {name:21} {share:6.1%}")
+    advice = "computing takes most of it: more processes, --precision bf16, a smaller model"
+    if data > max(network, 0.2):
+        advice = "reading data is too slow: more workers or cores, smaller files, a faster disk"
+    elif network > 0.2:
+        advice = "the network or a slower process is waited for: a larger --batch-size means fewer exchanges"
+    elif other > computing:
+        advice = "starting the work, evaluation or saving takes most of it: a larger --batch-size"
+    print(f"profile: {advice}")
+
+
+def shares_of_a_step(events):
+    """Return the seconds of a step, and its shares that wait for data, wait for the network, and compute.
+
+    What happens at the same time counts once: as computing, else as the network, else as data.
+    """
+    steps, data, network, computing = [], [], [], []
+    gpu = any(event.device_type == torch.autograd.DeviceType.CUDA for event in events)
+    for event in events:
+        span, name = (event.time_range.start, event.time_range.end), event.name
+        if gpu and event.device_type == torch.autograd.DeviceType.CUDA:
+            if not event.is_user_annotation:
+                (network if "nccl" in name.lower() else computing).append(span)
+        elif name.startswith("ProfilerStep"):
+            steps.append(span)
+        elif name.startswith("enumerate(DataLoader)"):
+            data.append(span)
+        elif not gpu and name.startswith("gloo:"):
+            network.append(span)
+        elif not gpu and name.startswith(("aten::", "autograd::", "DistributedDataParallel", "Optimizer.step")):
+            computing.append(span)
+    total = covered(steps)
+    busy = [covered(computing), covered(computing + network), covered(computing + network + data)]
+    shares = [(busy[2] - busy[1]) / total, (busy[1] - busy[0]) / total, busy[0] / total]
+    return [total / len(steps) / 1e6, *shares]
+
+
+def covered(spans):
+    """Return the length of what is covered by at least one of these (start, end)."""
+    length, reached = 0, float("-inf")
+    for start, end in sorted(spans):
+        length += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return length
+
+
+def print_usage(history):
+    """Print on rank 0 what all processes together have used: what `seff` says, which not every cluster has."""
+    busy = sum(os.times()[:4])  # time of a core, in seconds
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    used = [None] * dist.get_world_size()
+    dist.all_gather_object(used, (busy, memory, torch.cuda.max_memory_allocated() / 2**20))
+    if dist.get_rank() > 0:
+        return
+    busy, memory, gpu = zip(*used, strict=True)
+    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) * int(os.environ.get("SLURM_NTASKS", 1))
+    cores = cores or len(os.sched_getaffinity(0))
+    start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - start
+    text = f"used: {seconds:.0f} s, {sum(busy) / seconds / cores:.0%} of {cores} cores, {max(memory):.0f} MB a process"
+    text += f", {max(gpu):.0f} MB of a GPU" * (max(gpu) > 0)
+    if history:
+        samples = sum(row["samples_per_second"] * row["seconds"] for row in history)
+        text += f", {samples / sum(row['seconds'] for row in history):.0f} samples/s"
+    print(text)
 
 
 def shut_down(message):

@@ -27,6 +27,6 @@ def test_compare(example: str, tmp_path: Path, name: str) -> None:
     for row in rows:
         assert float(row["largest_difference"]) == 0 and float(row["test_accuracy"]) > 0.95
         assert float(row["seconds_to_first_step"]) > 1 and float(row["samples_per_second"]) > 10
-        assert 200 < float(row["peak_mb_per_process"]) < 4000 and 100 < int(row["code_lines"]) < 400
+        assert 200 < float(row["peak_mb_per_process"]) < 4000 and 100 < int(row["code_lines"]) < 500
     assert f"| {example} | ddp_spawn's, bit for bit |" in (tmp_path / f"{name}.md").read_text()
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

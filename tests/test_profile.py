@@ -1,0 +1,56 @@
+"""--profile: what it prints of a step, the traces that it writes, and that it notices slow data."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.harness import edits, refusals, runs
+from tests.harness.launchers import LAUNCHERS
+
+DIGITS = ("common/data.py", "        batch = self.images[indices]", 1.5, 100)
+# By example: where data are read, a file and a line of it; by how many seconds that shall take longer; a batch size
+# with which an epoch has fewer than 8 steps.
+IMAGES = ("image_files.py", "        path = os.fsdecode(self.paths[index])", 0.2, 25)
+SLOWED = {"ddp_spawn": DIGITS, "horovod_cpu": DIGITS, "torchrun_multinode": DIGITS, "torchrun_vision": IMAGES}
+pytestmark = [pytest.mark.only(*SLOWED), pytest.mark.thorough]
+
+
+def profile(example: str, folder: Path, output: str) -> tuple[dict[str, float], str]:
+    """Run an epoch with --profile; check that the shares of a step add up; return them, and the advice after them."""
+    run = runs.train(example, folder, 2, "--epochs", 1, "--profile", "--output-dir", output, SLURM_CPUS_PER_TASK="2")
+    lines = [line.removeprefix("profile: ") for line in run.stdout.splitlines() if line.startswith("profile: ")]
+    assert len(lines) == 6 and re.match(r"a step takes [\d.]+ s, the mean of 5 steps and of all processes", lines[0])
+    rows = [
+        re.fullmatch(r"(waits for data|waits for the network|computes|does other things) +([\d.]+)%", line)
+        for line in lines[1:5]
+    ]
+    shares = {row[1]: float(row[2]) for row in rows}
+    assert len(shares) == 4 and sum(shares.values()) == pytest.approx(100, abs=0.3), lines  # each is rounded
+    assert not re.search("Kineto|USDT|ERROR", run.stderr), run.stderr
+    return shares, lines[5]
+
+
+def test_profile(example: str, folder: Path) -> None:
+    """The shares of a step add up, each process writes a trace of 5 steps, and data that are slow are named."""
+    file, line, seconds, _ = SLOWED[example]
+    shares, advice = profile(example, folder, "output")
+    assert shares["computes"] > shares["waits for data"] < 20 and "reading data" not in advice
+    traces = sorted((folder / "output" / "profile").iterdir())
+    assert [trace.name.partition(".")[0] for trace in traces] == ["rank0", "rank1"]
+    for trace in traces:
+        names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
+        steps = sorted(name for name in names if name.startswith("ProfilerStep#"))
+        assert steps == [f"ProfilerStep#{number}" for number in range(3, 8)]
+
+    indentation = re.match(" *", line)[0]
+    edits.edit(folder / file, line, f"{indentation}__import__('time').sleep({seconds})\n{line}")
+    shares, advice = profile(example, folder, "slowed")
+    assert shares["waits for data"] > 50 and "reading data is too slow" in advice
+
+
+def test_too_few_steps(example: str, folder: Path) -> None:
+    """A run that is too short to be profiled ends with one line that says so."""
+    run = runs.start(example, folder, 2, "--epochs", 1, "--profile", "--batch-size", SLOWED[example][3]).wait(120)
+    refusals.assert_refused(run, LAUNCHERS[example].status_after_bad_input, "--profile needs 8 steps", "--epochs")
