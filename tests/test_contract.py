@@ -302,7 +302,12 @@ def test_bad_arguments(example: str, folder: Path) -> None:
         ),
         ("there already", 1, "", ["output/checkpoint", "--resume", "--output-dir"]),
         pytest.param(
-            *("other settings", 1, "--resume --batch-size 32", ["output/checkpoint", "world_size 2", "batch_size"]),
+            *(
+                "other settings",
+                1,
+                "--resume --batch-size 32",
+                ["output/checkpoint", "world_size 2", "batch_size {each}"],
+            ),
             marks=pytest.mark.thorough,
         ),
         ("one bit flipped", 2, "--resume", ["output/checkpoint", "damaged", "move it away"]),
@@ -324,6 +329,7 @@ def test_bad_checkpoint(
         del content[len(content) // 2 :]
     checkpoint.write_bytes(content)
     run = runs.start(example, folder, processes, *arguments.split()).wait(120)
+    texts = [text.format(each=LAUNCHERS[example].global_batch // 2) for text in texts]
     refusals.assert_refused(run, LAUNCHERS[example].status_after_bad_input, *texts)
     assert checkpoint.read_bytes() == content
     left, before = ({path.relative_to(top) for path in top.rglob("*")} for top in (folder / "output", reference.output))

@@ -1,6 +1,5 @@
 """What only torchrun_vision promises: image files that may be damaged, loader workers, exact metrics, logs, weights."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -8,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -26,16 +25,9 @@ pytestmark = pytest.mark.only("torchrun_vision")
 
 
 @pytest.fixture
-def module(folder: Path) -> Iterator[Callable[[str], ModuleType]]:
+def module(folder: Path) -> Callable[[str], ModuleType]:
     """A function that imports a module of the example's folder."""
-
-    def load(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
-        loaded = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(loaded)
-        return loaded
-
-    return load
+    return lambda name: outputs.import_file(folder / f"{name}.py")
 
 
 def test_exact_metrics(example: str, folder: Path, reference: Reference, module: Callable[[str], ModuleType]) -> None:

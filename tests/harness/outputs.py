@@ -6,6 +6,7 @@ import io
 import math
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch.nn import functional as F
@@ -63,12 +64,17 @@ def as_convnet(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return converted
 
 
-def numpy_test_set(dataset: str, data_dir: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the test images and labels as horovod_tensorflow reads them."""
-    path = ROOT / "examples" / "horovod_tensorflow" / "numpy_data.py"
-    spec = importlib.util.spec_from_file_location("numpy_data", path)
+def import_file(path: Path) -> ModuleType:
+    """Import a module by its file: those of the examples are not installed anywhere."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def numpy_test_set(dataset: str, data_dir: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the test images and labels as horovod_tensorflow reads them."""
+    module = import_file(ROOT / "examples" / "horovod_tensorflow" / "numpy_data.py")
     test_set = module.load(dataset, data_dir)[1]
     images, labels = test_set[list(range(len(test_set)))]
     return torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(labels)
