@@ -38,12 +38,12 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 from benchmarks import report
-from tests.harness.launchers import LAUNCHERS
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = [example for example, row in LAUNCHERS.items() if row.convnet]  # those that train the same model
+SCRIPTS = {path.parent.name: path.read_text() for path in sorted(ROOT.glob("examples/*/train.py"))}
+EXAMPLES = [example for example, text in SCRIPTS.items() if "ConvNet on {" in text]  # those that train the same model
 # Those that need one environment; the others are measured with --venv only.
-ALIKE = [example for example in EXAMPLES if LAUNCHERS[example].pytorch]
+ALIKE = [example for example in EXAMPLES if "import ConvNet" in SCRIPTS[example]]
 FIRST = "ddp_spawn"  # what the others are compared with
 IMAGES, BATCH = 12_000, 64  # of the synthetic data set; of each process, by default
 
