@@ -32,20 +32,22 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
+        self.query = nn.Linear(width, width)  # three layers, so that tensor parallelism can split each by heads
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
         self.proj = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (B, T, width) to (B, T, width); position t sees positions 0 to t only."""
-        batch, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, width / heads)
+        normed = self.norm1(x)
+        parts = [layer(normed).unflatten(2, (-1, self.head_width)) for layer in (self.query, self.key, self.value)]
+        query, key, value = (part.transpose(1, 2) for part in parts)  # each (B, heads, T, width / heads)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
 
@@ -75,7 +77,7 @@ class TinyGPT(nn.Module):
         length = tokens.shape[1]
         if length > self.context:
             raise ValueError(f"{length} tokens do not fit into a context of {self.context}")
-        x = self.token(tokens) + self.position.weight[:length]
+        x = self.token(tokens) + self.position(torch.arange(length, device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
