@@ -54,6 +54,7 @@ RUN_BY = {  # README: command: the test that runs it, or the file that does
         ),
         "sbatch run.slurm --zero-stage 3": "slurm/test_deepspeed_jobs.py::test_stage_3_on_two_nodes",
     },
+    "examples/fsdp/README.md": {"python sample.py": "test_fsdp.py::test_metrics_and_sample"},
     "examples/horovod_cpu/README.md": {
         "NP=4 OMP_NUM_THREADS=2 bash mpirun_local.sh train_lm.py": (
             "test_horovod_cpu.py::test_mpirun_with_four_processes"

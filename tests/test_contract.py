@@ -110,10 +110,13 @@ def test_another_learning_rate(example: str, folder: Path, reference: Reference)
 def test_killed_twice(example: str, folder: Path, reference: Reference) -> None:
     """SIGKILL to one process, then to all, at two random moments, and --resume: the same bits, no row twice or missing.
 
+    Beyond the launch patterns, a train.py that can stop at a step is asked to, in the place of the second SIGKILL.
     The last run has listed its imports: torchvision, which takes seconds, is one only if the framework needs it. Nor is
     torch where another framework trains: users of that need not have it.
     """
-    run = runs.kill_and_resume(example, folder, reference, [runs.kill_one, runs.kill_all])
+    asked = LAUNCHERS[example].stops_at_a_step and not LAUNCHERS[example].pattern
+    second = runs.ask_to_stop if asked else runs.kill_all
+    run = runs.kill_and_resume(example, folder, reference, [runs.kill_one, second])
     imports = set(re.findall(r"\| +([\w.]+)$", run.stderr, re.MULTILINE))
     assert imports & {"torch.distributed", "tensorflow.python"}, "the list of imports is missing"
     assert ("torchvision" in imports, "torch" in imports) == (
@@ -330,6 +333,8 @@ def test_bad_checkpoint(
     checkpoint.write_bytes(content)
     run = runs.start(example, folder, processes, *arguments.split()).wait(120)
     texts = [text.format(each=LAUNCHERS[example].global_batch // 2) for text in texts]
+    if case == "other settings" and LAUNCHERS[example].any_world_size:
+        texts = ["output/checkpoint", f"global_batch {LAUNCHERS[example].global_batch}:"]
     refusals.assert_refused(run, LAUNCHERS[example].status_after_bad_input, *texts)
     assert checkpoint.read_bytes() == content
     left, before = ({path.relative_to(top) for path in top.rglob("*")} for top in (folder / "output", reference.output))

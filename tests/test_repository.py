@@ -162,7 +162,9 @@ RULER = "# ---- Below: what makes runs restartable and errors readable. Skip it 
 BOUNDS = {"ddp_spawn": (185, 470, 110), "deepspeed": (205, 475, 120)}
 BOUNDS |= {"horovod_cpu": (205, 470, 110), "lightning": (205, 425, 110), "torchrun_multinode": (205, 525, 110)}
 BOUNDS |= {"horovod_lightning": (260, 470, 110), "horovod_tensorflow": (205, 400, 110)}  # the first has the strategy
+BOUNDS |= {"fsdp": (290, 685, 110)}  # two ways to divide a model, its initial values, the norm of its gradients
 BOUNDS |= {"torchrun_vision": (270, 730, 110)}  # loaders, schedule, accuracy, all of which are its lesson
+BOUNDS |= {"lora": (230, 600, 110)}  # the adapters, and the checks of a model that the user brings
 # Functions below the ruler that differ from ddp_spawn's, and why.
 DIFFERENT = {
     "deepspeed": {
@@ -175,6 +177,17 @@ DIFFERENT = {
         "save_checkpoint": "all processes write shards",
         "print_header": "the config file and the nodes",
         "shut_down": "its tag",
+    },
+    "fsdp": {
+        "check_args": "its launcher and its own arguments",
+        "prepare_process": "signals, and other warnings",
+        "load_data": "text, and several batches in a step",
+        "resume_settings": "its own arguments",
+        "read_checkpoint": "the checkpoint is a folder of shards",
+        "broadcast_checkpoint": "all processes look for damaged shards",
+        "save_checkpoint": "all processes write shards, in the background",
+        "print_header": "the text, the mesh, and the position within an epoch",
+        "print_epoch": "tokens, and the share of the peak",
     },
     "horovod_cpu": {
         "check_args": "its own arguments",
@@ -222,6 +235,16 @@ DIFFERENT = {
         "broadcast_checkpoint": "Lightning broadcasts",
         "save_checkpoint": "Lightning saves",
         "print_header": "Lightning knows the device",
+    },
+    "lora": {
+        "check_args": "its launcher and its own arguments",
+        "prepare_process": "signals, and what transformers prints",
+        "load_data": "a text and its tokenizer, and several batches in a step",
+        "fix_summation_order": "the model returns its logits as a field",
+        "resume_settings": "its own arguments, and the base model",
+        "save_checkpoint": "the position within an epoch, and the adapters only",
+        "print_header": "the model, what is exchanged, nodes, and the position within an epoch",
+        "print_epoch": "perplexity and tokens",
     },
     "torchrun_multinode": {
         "check_args": "its launcher and its own arguments",

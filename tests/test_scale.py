@@ -19,6 +19,12 @@ SHARD = "range(rank, len(test_set), args.world_size)"  # in every train.py
 COMPILED = compile(SHARD, "train.py", "eval")
 
 
+def train_py(name: str) -> str:
+    """Return the text of an example's train.py, where the groups of fsdp, which share the samples, are processes."""
+    text = (ROOT / "examples" / name / "train.py").read_text()
+    return text.replace("group_rank", "rank").replace("args.groups", "args.world_size")
+
+
 def evaluation_shard(size: int, rank: int, world_size: int) -> range:
     """Return the test indices of one process, by the expression that stands in every train.py."""
     return eval(COMPILED, {"rank": rank, "test_set": range(size), "args": argparse.Namespace(world_size=world_size)})
@@ -27,7 +33,7 @@ def evaluation_shard(size: int, rank: int, world_size: int) -> range:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_expression_is_used(name: str) -> None:
     """The expression that is tested here is the one in train.py."""
-    assert (ROOT / "examples" / name / "train.py").read_text().count(f"    shard = {SHARD}\n") == 1
+    assert train_py(name).count(f"    shard = {SHARD}\n") == 1
 
 
 @settings(max_examples=8, deadline=None)
@@ -57,11 +63,9 @@ def test_evaluation_shards(size: int, world_size: int) -> None:
 @settings(deadline=None)
 @given(size=st.integers(1, 20_000), world_size=st.integers(1, 64), batch_size=st.integers(1, 300))
 def test_equally_many_forward_passes(size: int, world_size: int, batch_size: int) -> None:
-    """deepspeed fills up each process's batches of the test set to as many as the first process has."""
-    assert (
-        "math.ceil(len(test_set) / (args.world_size * args.batch_size))"
-        in (ROOT / "examples" / "deepspeed" / "train.py").read_text()
-    )
+    """deepspeed and fsdp fill up each process's batches of the test set to as many as the first process has."""
+    for name in ("deepspeed", "fsdp"):
+        assert "math.ceil(len(test_set) / (args.world_size * args.batch_size))" in train_py(name)
     longest = math.ceil(len(evaluation_shard(size, 0, world_size)) / batch_size)
     assert math.ceil(size / (world_size * batch_size)) == longest
 

@@ -13,7 +13,6 @@ from types import ModuleType
 
 import pytest
 import torch
-import torchvision
 from torch.nn import functional as F
 
 from tests.harness import edits, outputs, refusals, runs
@@ -30,6 +29,13 @@ def module(folder: Path) -> Callable[[str], ModuleType]:
     return lambda name: outputs.import_file(folder / f"{name}.py")
 
 
+def classifier(name: str, classes: int) -> torch.nn.Module:
+    """Return torchvision's model of this name, with random weights."""
+    from torchvision import models  # here, since this file is read with every example, and some do without it
+
+    return getattr(models, name)(num_classes=classes)
+
+
 def test_exact_metrics(example: str, folder: Path, reference: Reference, module: Callable[[str], ModuleType]) -> None:
     """Test loss, top-1 and top-5 accuracy in metrics.csv are those of model.pt, computed here by one process.
 
@@ -42,7 +48,7 @@ def test_exact_metrics(example: str, folder: Path, reference: Reference, module:
     rows = outputs.read_metrics(reference.output)
     best = max(rows, key=lambda row: row["test_accuracy"])
     for name, row in (("model.pt", rows[-1]), ("best.pt", best)):
-        model = torchvision.models.resnet18(num_classes=6).eval()
+        model = classifier("resnet18", 6).eval()
         model.load_state_dict(torch.load(reference.output / name, weights_only=True))
         with torch.no_grad():
             logits = model(image_files.normalise(images, torch.float32))
@@ -52,6 +58,7 @@ def test_exact_metrics(example: str, folder: Path, reference: Reference, module:
         assert row["test_loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
 
 
+@pytest.mark.faults  # in its plain form, test_killed_twice does so
 def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -> None:
     """A signal in mid-epoch stops all processes after the same step; resumed in another way, the same bits.
 
@@ -151,10 +158,10 @@ def test_bad_input(example: str, folder: Path) -> None:
 
 
 WEIGHTS = {  # case: the file, the arguments, what the message says
-    "other classes": (torchvision.models.resnet18, "", ["--weights weights.pth", "10 classes", "has 6", "--new-head"]),
-    "other model": (torchvision.models.mobilenet_v3_small, "", ["--weights weights.pth", "resnet18", "--model"]),
+    "other classes": ("resnet18", "", ["--weights weights.pth", "10 classes", "has 6", "--new-head"]),
+    "other model": ("mobilenet_v3_small", "", ["--weights weights.pth", "resnet18", "--model"]),
     "no weights": (None, "", ["--weights weights.pth", "cannot be read", "state dict"]),
-    "small images": (torchvision.models.resnet18, "--model vit_b_16 --image-size 40", ["--image-size 40", "vit_b_16"]),
+    "small images": ("resnet18", "--model vit_b_16 --image-size 40", ["--image-size 40", "vit_b_16"]),
 }
 
 
@@ -162,9 +169,9 @@ WEIGHTS = {  # case: the file, the arguments, what the message says
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_weights_that_do_not_fit(example: str, folder: Path, case: str) -> None:
     """Weights of another model, or of another number of classes, are refused with one line."""
-    make, arguments, texts = WEIGHTS[case]
-    if make:
-        torch.save(make(num_classes=10).state_dict(), folder / "weights.pth")
+    name, arguments, texts = WEIGHTS[case]
+    if name:
+        torch.save(classifier(name, 10).state_dict(), folder / "weights.pth")
     else:
         (folder / "weights.pth").write_text("weights")
     run = runs.start(example, folder, 2, "--weights", "weights.pth", *arguments.split()).wait(120)
@@ -308,4 +315,4 @@ def test_own_model(example: str, folder: Path) -> None:
     runs.train(example, folder, 2, "--epochs", 2)
     rows = outputs.read_metrics(folder / "output")
     assert rows[-1]["train_loss"] < rows[0]["train_loss"]
-    assert set(outputs.read_model(folder / "output")) != set(torchvision.models.resnet18().state_dict())
+    assert set(outputs.read_model(folder / "output")) != set(classifier("resnet18", 6).state_dict())

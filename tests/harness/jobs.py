@@ -231,6 +231,7 @@ os.write(1, f"started {sys.argv[1:]}\n".encode())  # in one piece, beside other 
 while not (output / "finish").exists():
     time.sleep(0.1)
 (output / "model.pt").touch()
+(output / "adapter").mkdir(exist_ok=True)
 """
 
 

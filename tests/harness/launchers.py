@@ -3,6 +3,7 @@
 import shlex
 import shutil
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +58,7 @@ class Launcher:
     fp64: bool = True  # it can train in fp64
     job_recovers: bool = False  # the launcher in run.slurm starts a dead worker again
     stops_at_a_step: bool = False  # train.py saves after its current step when SLURM asks the job to stop
+    any_world_size: bool = False  # a run may be resumed with another number of processes, at the same global batch
     pattern: bool = True  # it is one of the five launch patterns; fewer tests of the others are ordinary ones
 
     def command(self, processes: int) -> list[str]:
@@ -83,6 +85,23 @@ LAUNCHERS = {
         checkpoint="checkpoint/epoch*/*_model_states.pt",
         kill_message=TORCHRUN_KILLED,
         fp64=False,
+    ),
+    "fsdp": Launcher(
+        "torchrun --standalone --nproc-per-node={n} train.py",
+        status_after_bad_input=1,
+        processes_in_job=4,
+        first_line="TinyGPT on a random source",
+        learns=("test_loss", "<=", 2.2235 + 0.1),  # the source's entropy, and what may be missing
+        train_loss=(2.6, 2.3),
+        checkpoint="checkpoint/epoch*/__0_0.distcp",
+        global_batch=16,
+        epoch_start='    start = time.perf_counter() - position["seconds"]\n',
+        convnet=False,
+        job_recovers=True,
+        stops_at_a_step=True,
+        any_world_size=True,
+        kill_message=TORCHRUN_KILLED,
+        pattern=False,
     ),
     "horovod_cpu": Launcher(
         "horovodrun --gloo -np {n} python train.py",
@@ -124,6 +143,24 @@ LAUNCHERS = {
         checkpoint="checkpoint.ckpt",
         epoch_start="        self.start = time.perf_counter()\n",
         torchvision=True,  # torchmetrics does
+    ),
+    "lora": Launcher(
+        "torchrun --standalone --nproc-per-node={n} train.py",
+        status_after_bad_input=1,
+        processes_in_job=4,
+        first_line="LlamaForCausalLM in model on text.txt",
+        learns=("test_loss", "<=", 4.35),
+        train_loss=(5, 4.4),
+        global_batch=8,
+        prepare="python make_model.py",
+        model="adapter/adapter_model.safetensors",
+        epoch_start='    start = time.perf_counter() - position["seconds"]\n',
+        torchvision=find_spec("torchvision") is not None,  # transformers does, where it is installed
+        convnet=False,
+        job_recovers=True,
+        stops_at_a_step=True,
+        kill_message=TORCHRUN_KILLED,
+        pattern=False,
     ),
     "torchrun_multinode": Launcher(
         "torchrun --standalone --nproc-per-node={n} train.py",

@@ -15,7 +15,8 @@ from common import data
 from common.models import ConvNet
 from tests.harness.launchers import ROOT
 
-TIMES = ("samples_per_second", "seconds")  # the columns of metrics.csv that differ from run to run
+# The columns of metrics.csv that differ from run to run.
+TIMES = ("samples_per_second", "tokens_per_second", "flops_utilisation", "seconds")
 
 
 def read_metrics(output: Path) -> list[dict[str, float]]:
@@ -30,9 +31,14 @@ def without_times(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def read_model(output: Path) -> dict[str, torch.Tensor]:
-    """Return the weights in model.pt or, as Keras names and lays them out, those in model.keras."""
+    """Return the weights in model.pt, those of lora's safetensors or, as Keras names and lays them out, model.keras."""
     if (output / "model.pt").exists():
         return torch.load(output / "model.pt", weights_only=True)
+    for path in (output / "adapter" / "adapter_model.safetensors", output / "model" / "model.safetensors"):
+        if path.exists():
+            from safetensors.torch import load_file  # comes with transformers
+
+            return load_file(path)
     import h5py  # comes with Keras
 
     with zipfile.ZipFile(output / "model.keras") as archive:

@@ -20,21 +20,25 @@ def assert_refused(run: Run, status: int, *texts: str) -> None:
     assert run.status == status, f"status {run.status}, not {status}"
 
 
-def assert_arguments_refused(folder: Path, texts: Mapping[str, list[str]]) -> None:
+def assert_arguments_refused(
+    folder: Path, texts: Mapping[str, list[str]], call: str = "train.parse_args()", **environment: str
+) -> None:
     """Check that train.py refuses each of these command lines with status 2 and one line that has all of its texts.
 
-    One process here, without a launcher, goes through all of them: a start for each would take minutes.
+    One process here, without a launcher, goes through all of them: a start for each would take minutes. `call` is what
+    has to refuse them, in an environment with these variables, too.
     """
     (folder / "each.py").write_text(
-        "import sys, train\n"
+        "import os, sys, train\n"
+        "os._exit = sys.exit\n"
         f"for words in {list(texts)}:\n"
         "    sys.argv = ['train.py', *words.split()]\n"
         "    try:\n"
-        "        train.parse_args()\n"
+        f"        {call}\n"
         "    except SystemExit as end:\n"
         "        print('status', end.code)\n"
     )
-    run = Run(["python", "each.py"], folder).wait(120)
+    run = Run(["python", "each.py"], folder, environment).wait(120)
     assert run.stdout == "status 2\n" * len(texts), run.stdout + run.stderr
     lines = [line for line in run.stderr.splitlines() if line.startswith("train.py: error: ")]
     for line, (words, expected) in zip(lines, texts.items(), strict=True):

@@ -41,7 +41,7 @@ def write_module(folder: Path) -> dict[str, str]:
     return {"BASH_FUNC_module%%": f'() {{ [ "$*" = "load pytorch" ] && {paths}; }}'}
 
 
-@pytest.mark.thorough
+@pytest.mark.faults
 @pytest.mark.clause("pytorch")
 def test_site_module(
     example: str, source: Path, lab: Lab, two_process_job: Callable[[], Reference], tmp_path: Path

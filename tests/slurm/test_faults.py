@@ -82,6 +82,11 @@ def fill(job: Job) -> None:
     assert b"No space left" in done.stderr
 
 
+def make_room(job: Job) -> None:
+    """Remove what fills the disk."""
+    (job.output.parent / "full").unlink()
+
+
 def remove_output(job: Job) -> None:
     """Remove the folder that the job writes to."""
     shutil.rmtree(job.output)
@@ -129,7 +134,8 @@ class Fault:
     asked: bool = False  # whether SLURM asks the job to stop, so that one which listens loses no step
     restarts: bool = False  # whether the job has to start over, since the fault took its checkpoint
     sleep: int = 2  # seconds that each epoch of the job's first start takes longer
-    elsewhere: bool = False  # whether other tests do nearly the same, so that this one is for `nox -s faults`
+    elsewhere: bool = False  # whether other tests do nearly the same with 2 processes
+    ordinary: bool = False  # whether `nox -s slurm` tests it with one example, too, and not `nox -s faults` alone
 
 
 FAULTS = {
@@ -137,13 +143,13 @@ FAULTS = {
     "SIGKILL to all processes": Fault(kill_all, "(SIGKILL|Killed)", elsewhere=True),
     "time limit": Fault(lambda job: job.lab.timelimit(job.id), recovers=True, asked=True, elsewhere=True),
     "preempted": Fault(lambda job: job.lab.requeue(job.id), recovers=True, asked=True, elsewhere=True),
-    "network of a node lost": Fault(cut, recovers=None, sleep=30),
+    "network of a node lost": Fault(cut, recovers=None, sleep=30, ordinary=True),
     "`slurmd` of a node stopped": Fault(stop_slurmd, recovers=True, sleep=30),
-    "disk full": Fault(fill, "cannot write .*No space left", lambda job: (job.output.parent / "full").unlink()),
-    "checkpoint truncated": Fault(truncate, "is damaged", move_away, restarts=True),
+    "disk full": Fault(fill, "cannot write .*No space left", make_room, ordinary=True),
+    "checkpoint truncated": Fault(truncate, "is damaged", move_away, restarts=True, ordinary=True),
     "output folder removed": Fault(remove_output, "cannot write .*No such file", retried=True, restarts=True),
 }
-CELLS = [pytest.param(fault, marks=[pytest.mark.faults] * row.elsewhere) for fault, row in FAULTS.items()]
+CELLS = [pytest.param(fault, marks=[pytest.mark.faults] * (not row.ordinary)) for fault, row in FAULTS.items()]
 
 
 def recovers(fault: str, example: str) -> bool | None:
@@ -158,12 +164,14 @@ def loses_no_step(fault: str, example: str) -> bool:
 
 
 def table() -> str:
-    """Return the matrix as the README shows it."""
-    rows = [("fault", *EXAMPLES), ("---",) * (len(EXAMPLES) + 1)]
+    """Return the matrix as the README shows it: examples that do the same have one column."""
     words = {True: "recovers", False: "fails, resumable", None: "depends on timeouts"}
-    for fault in FAULTS:
-        cells = [words[recovers(fault, name)] + ", 0 steps lost" * loses_no_step(fault, name) for name in EXAMPLES]
-        rows.append((fault, *cells))
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for name in EXAMPLES:
+        cells = [words[recovers(fault, name)] + ", 0 steps lost" * loses_no_step(fault, name) for fault in FAULTS]
+        columns.setdefault(tuple(cells), []).append(name)
+    rows = [("fault", *(", ".join(names) for names in columns.values())), ("---",) * (len(columns) + 1)]
+    rows += zip(FAULTS, *columns, strict=True)
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -198,7 +206,8 @@ def test_fault(
         (folder / "output").symlink_to(disk / example)
     job = submit(fragile, example, folder, "--timeout", str(20 + row.sleep), options=options)
     job.wait_for_line("epoch  1/")
-    saved = LAUNCHERS[example].checkpoint
+    saved, shards = LAUNCHERS[example].checkpoint.split("/")[0], "/" in LAUNCHERS[example].checkpoint
+    saved += "/run.json" * shards  # which is there when all shards are
     wait_until(lambda: [*job.output.glob(saved)], 30, "the checkpoint, which may be written in the background")
     start, before = time.monotonic(), len(job.log)
     row.inflict(job)

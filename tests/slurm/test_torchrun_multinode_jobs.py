@@ -63,7 +63,7 @@ LAYOUTS = [{"nodes": 1}, {"nodes": 2, "tracking": "linuxproc"}, {"nodes": 3}]
 
 
 @pytest.mark.faults
-@pytest.mark.only("torchrun_multinode", "torchrun_vision")
+@pytest.mark.only("fsdp", "lora", "torchrun_multinode", "torchrun_vision")
 @pytest.mark.parametrize("other_lab", LAYOUTS, ids=str, indirect=True)
 def test_asked_to_stop(other_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
     """USR1, as before the time limit, and SIGTERM, as when preempted: no step is lost, on any number of nodes.

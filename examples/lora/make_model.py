@@ -1,0 +1,78 @@
+"""Write a small language model with random weights, and its tokenizer, into `model/`: `python make_model.py`.
+
+Both are in the format of Hugging Face, as a model from the hub is, so that everything runs without the internet. The
+tokenizer is a byte-level BPE that is trained on a text: it can write any script, since what it does not know it writes
+as bytes of UTF-8.
+"""
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+END = "<|end|>"  # the token that ends a text
+
+
+def make_tokenizer(text, size):
+    """Return a tokenizer with at most `size` tokens, 256 of which are single bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, clean_up_tokenization_spaces=False)
+
+
+def make_model(vocabulary, end):
+    """Return a decoder of the kind that Llama is, with 3.5 million random weights."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        initializer_range=0.05,  # the default, 0.02, is for wider models: this one would hardly learn
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=end,
+    )
+    return LlamaForCausalLM(config)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--folder", type=Path, default="model", help="the folder to write; it must not exist yet")
+    parser.add_argument("--text-file", type=Path, default="text.txt", help="text that the tokenizer is trained on")
+    parser.add_argument("--vocabulary", type=int, default=320, help="number of tokens, at most")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the random weights")
+    args = parser.parse_args()
+    if args.folder.exists():
+        print(f"{args.folder} is there already: nothing was written")
+        return
+    try:
+        text = args.text_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"cannot read --text-file {args.text_file} ({error})")
+    tokenizer = make_tokenizer(text, args.vocabulary)
+    torch.manual_seed(args.seed)
+    model = make_model(len(tokenizer), tokenizer.eos_token_id)
+    temporary = args.folder.with_name(f"{args.folder.name}.{os.getpid()}.tmp")
+    try:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        os.replace(temporary, args.folder)
+    except (OSError, RuntimeError) as error:
+        parser.error(f"cannot write {args.folder} ({error}): is the disk full, or your quota?")
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    print(f"{args.folder}: {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+
+
+if __name__ == "__main__":
+    main()

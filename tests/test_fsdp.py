@@ -1,0 +1,305 @@
+"""What only fsdp promises: all meshes compute the same, a checkpoint fits any of them, each process holds its share."""
+
+import copy
+import json
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from benchmarks import sharding
+from common import data
+from common.models import TinyGPT
+from tests.harness import edits, outputs, readme, refusals, runs, samples
+from tests.harness.launchers import LAUNCHERS
+from tests.harness.runs import Reference
+
+pytestmark = pytest.mark.only("fsdp")
+
+# 23 steps of two micro-batches in an epoch, for any mesh; the gradients are clipped in most of them. Of the 21 test
+# samples one of two groups has so few that it has to fill up its batches.
+SMALL = "--tokens 6800 --context 32 --width 64 --gradient-accumulation-steps 2 --max-grad-norm 0.4"
+MESHES = {"1x1": (1, 1), "2x1": (2, 1), "1x2": (2, 2), "2x2": (4, 2)}  # groups x tensor parallel: their arguments
+
+
+def arguments(mesh: str) -> tuple[int, list[str]]:
+    """Return the number of processes of a mesh, and train.py's arguments for it: 8 samples in a step."""
+    processes, tensor_parallel = MESHES[mesh]
+    batch = 4 * tensor_parallel // processes
+    return processes, [*SMALL.split(), "--tensor-parallel", str(tensor_parallel), "--batch-size", str(batch)]
+
+
+def plain_training() -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+    """Train by plain PyTorch, in one process and in fp64, what fsdp trains in two epochs.
+
+    Return the weights after the first one, and the mean training and test losses of both.
+    """
+    tokens, _ = data.markov_tokens(6800)
+    train_set, test_set = data.Tokens(tokens[:-680], 32), data.Tokens(tokens[-680:], 32)
+    torch.set_num_threads(1)
+    model = TinyGPT(context=32, width=64).double()
+    with torch.no_grad():
+        for number, (name, weight) in enumerate(model.named_parameters()):
+            generator = torch.Generator().manual_seed(number)
+            if weight.dim() > 1:
+                weight.copy_(torch.empty_like(weight).normal_(0, 0.02, generator=generator))
+            else:
+                weight.fill_(float(name.endswith("weight")))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    means, test_losses, clipped = [], [], 0
+    assert len(test_set) == 21
+    for epoch in range(2):
+        losses = []
+        for batch in samples.batches(len(train_set), 0, 1, 8, epoch):
+            inputs, labels = train_set[batch]
+            loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
+            loss.backward()
+            clipped += torch.nn.utils.clip_grad_norm_(model.parameters(), 0.4).item() > 0.4
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        if epoch == 0:
+            weights = copy.deepcopy(model.state_dict())
+        means.append(sum(losses) / len(losses))
+        inputs, labels = test_set[list(range(21))]
+        with torch.no_grad():
+            test_losses.append(F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten()).item())
+    assert len(losses) >= 20 and clipped >= 10, (losses, clipped)
+    return weights, means, test_losses
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=[pytest.mark.faults] * (mesh != "2x2"), id=mesh) for mesh in MESHES]
+)
+def test_mesh(example: str, folder: Path, mesh: str) -> None:
+    """Every mesh takes the steps of plain PyTorch in one process, gradients clipped and accumulated, to 1e-9 in fp64.
+
+    Then another mesh continues with the second epoch, and has plain PyTorch's loss, too.
+    """
+    processes, words = arguments(mesh)
+    first = runs.train(example, folder, processes, *words, "--epochs", 1, "--precision", "fp64")
+    assert f"{processes // MESHES[mesh][1]} data-parallel group" in first.stdout
+    weights, losses, test_losses = plain_training()
+    assert outputs.largest_difference(outputs.read_model(folder / "output"), weights) < 1e-9
+    processes, words = arguments("1x1" if mesh == "2x2" else "2x2")
+    run = runs.train(example, folder, processes, *words, "--precision", "fp64", "--epochs", 2, "--resume")
+    assert re.search(r"continuing after epoch 1 of 2, saved by \d groups of \d", run.stdout)
+    rows = outputs.read_metrics(folder / "output")
+    assert [row["world_size"] for row in rows] == [MESHES[mesh][0], processes]
+    assert [row["train_loss"] for row in rows] == pytest.approx(losses, rel=1e-9)
+    assert [row["test_loss"] for row in rows] == pytest.approx(test_losses, rel=1e-9)
+
+
+@pytest.mark.faults
+def test_another_mesh_in_fp32(example: str, folder: Path) -> None:
+    """A checkpoint of 2x2 in fp32, continued on any other mesh, gives the same losses to 1e-5."""
+    processes, words = arguments("2x2")
+    runs.train(example, folder, processes, *words, "--epochs", 1)
+    rows = {}
+    for mesh in MESHES:
+        processes, words = arguments(mesh)
+        shutil.copytree(folder / "output", folder / mesh)
+        runs.train(example, folder, processes, *words, "--epochs", 2, "--resume", "--output-dir", mesh)
+        rows[mesh] = outputs.without_times(outputs.read_metrics(folder / mesh))[1]
+        assert rows[mesh].pop("world_size") == processes
+    assert all(row == pytest.approx(rows["2x2"], rel=0, abs=1e-5) for row in rows.values()), rows
+
+
+@pytest.mark.faults
+def test_own_tokens(example: str, folder: Path) -> None:
+    """With the README's recipe it learns tokens above 255."""
+    for text in readme.fences(folder / "README.md", "diff"):
+        edits.apply_diff(folder / "train.py", text)
+    np.save(folder / "tokens.npy", np.arange(4_000) % 50 + 50_000)
+    words = "--text-file tokens.npy --epochs 2 --tensor-parallel 2 --width 32 --layers 1 --lr 1e-2"
+    runs.train(example, folder, 2, *words.split())
+    rows = outputs.read_metrics(folder / "output")
+    assert rows[1]["test_loss"] < rows[0]["test_loss"] - 1
+    model = TinyGPT(**json.loads((folder / "output" / "model.json").read_text()))
+    model.load_state_dict(outputs.read_model(folder / "output"))
+    assert len(model.token.weight) == 50_304
+
+
+@pytest.mark.faults  # in its plain form, test_killed_twice does so
+def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -> None:
+    """A signal in mid-epoch stops all processes after the same step; resumed, the same bits.
+
+    Until then it saves every 20th step, in the background: the disk is slow, and training does not wait for it. The
+    resumed run computes its activations twice, which changes no bit either.
+    """
+    edits.edit(
+        *(folder / "train.py", "        written.result()\n"),
+        "        written.result()\n        time.sleep(0.5)\n        print('written', run['tag'], flush=True)\n",
+    )
+    run = runs.start(example, folder, 2, "--checkpoint-every", 20)
+    run.read_until("epoch  1/")
+    os.kill(max(run.workers()), signal.SIGUSR1)
+    run.wait(60)
+    (stopped,) = re.findall(r"stopped by a signal after step (\d+) of epoch (\d+): use --resume", run.stdout)
+    assert run.status == 0 and run.stdout.count("\nused: ") == 1
+    written = re.findall(r"written (\S+)", run.stdout)[::2]  # both processes say so
+    assert written[:3] == ["epoch0-step20", "epoch0-step40", "epoch1-step0"], run.stdout
+    assert run.stdout.index("epoch  1/") < run.stdout.index("written epoch1-step0")
+    last = runs.train(example, folder, 2, "--resume", "--activation-checkpointing")
+    assert f"continuing after epoch {int(stopped[1]) - 1} of 5, step {stopped[0]}" in last.stdout
+    outputs.assert_same_run(folder / "output", reference.output)
+    assert [path.name for path in (folder / "output" / "checkpoint").glob("epoch*")] == ["epoch5-step0"]
+
+
+def test_metrics_and_sample(example: str, folder: Path, reference: Reference) -> None:
+    """The test loss in metrics.csv is that of model.pt, computed here; sample.py writes what the model has learnt."""
+    shape = json.loads((reference.output / "model.json").read_text())
+    model = TinyGPT(**shape)
+    model.load_state_dict(outputs.read_model(reference.output))
+    tokens, entropy = data.markov_tokens(60_000)
+    test_set = data.Tokens(tokens[54_000:], 64)
+    inputs, labels = test_set[list(range(len(test_set)))]
+    with torch.no_grad():
+        loss = F.cross_entropy(model(inputs).flatten(0, 1).double(), labels.flatten()).item()
+    assert outputs.read_metrics(reference.output)[-1]["test_loss"] == pytest.approx(loss, rel=1e-5)
+    assert f"entropy of the source: {entropy:.4f} nats" in reference.stdout
+
+    program = ["python", "sample.py", "--output-dir", str(reference.output)]
+    run = runs.Run([*program, "--length", "600"], folder).wait(60)
+    assert run.status == 0 and len(run.stdout) == 601 and run.stdout.count("?") < 30, run.stdout + run.stderr
+    written = torch.tensor([ord(letter) - 64 for letter in run.stdout.strip("\n").replace("?", "")])
+    pairs = torch.bincount(tokens[:-1].long() * 32 + tokens[1:].long(), minlength=32 * 32).view(32, 32) + 0.5
+    likelihood = (pairs / pairs.sum(1, keepdim=True)).log()[written[:-1], written[1:]].mean().item()
+    assert -likelihood < entropy + 0.3, "the sample does not look like the source"
+    refused = runs.Run([*program[:-1], "nowhere"], folder).wait(60)
+    assert refused.status == 2 and "there is no nowhere/model.json" in refused.stderr
+
+
+@pytest.mark.faults
+def test_stopped_and_continued_on_another_mesh(example: str, folder: Path) -> None:
+    """Stopped in mid-epoch on 2x2, continued on 1x2: plain PyTorch's losses; tokens and operations count once."""
+    processes, words = arguments("2x2")
+    run = runs.start(example, folder, processes, *words, "--precision", "fp64", "--epochs", 2)
+    run.read_until("entropy of the source")
+    runs.ask_to_stop(example, run)
+    assert "of epoch 1: use --resume" in run.stdout
+    processes, words = arguments("1x2")
+    words += ["--precision", "fp64", "--epochs", "2", "--resume", "--peak-tflops", "1"]
+    run = runs.train(example, folder, processes, *words)
+    assert re.search(r"continuing after epoch 0 of 2, step \d+, saved by 2 groups of 2", run.stdout)
+    rows = outputs.read_metrics(folder / "output")
+    _, losses, test_losses = plain_training()
+    assert [row["train_loss"] for row in rows] == pytest.approx(losses, rel=1e-9)
+    assert [row["test_loss"] for row in rows] == pytest.approx(test_losses, rel=1e-9)
+    speed = rows[1]["tokens_per_second"]
+    assert rows[1]["samples_per_second"] * rows[1]["seconds"] == pytest.approx(23 * 8)
+    assert speed == pytest.approx(32 * rows[1]["samples_per_second"])
+    products = sum(weight.numel() for weight in TinyGPT(context=32, width=64).parameters()) - 32 * 64
+    operations = 6 * products + 12 * 2 * 64 * 32  # per token; two layers, width 64, context 32
+    assert rows[1]["flops_utilisation"] == pytest.approx(speed * operations / 2e12)
+
+
+@pytest.mark.faults
+def test_one_of_four_hangs(example: str, folder: Path) -> None:
+    """On a mesh with groups of its own, too, the others give up after --timeout."""
+    run = runs.start(example, folder, 4, "--tensor-parallel", 2, "--timeout", 20)
+    run.read_until("epoch  1/")
+    os.kill(max(run.workers()), signal.SIGSTOP)
+    run.wait(20 + 90)
+    assert run.status > 0 and "finished" not in run.stdout
+
+
+@pytest.mark.faults
+def test_disk_full(example: str, folder: Path) -> None:
+    """Shards that cannot be written, in the background, end the run with one line."""
+    command = ["bash", "-c", 'ulimit -f 400; exec "$@"', "bash", *LAUNCHERS[example].command(2)]
+    run = runs.Run(command, folder).wait(120)
+    refusals.assert_refused(run, 1, "cannot write output/checkpoint", "is the disk full")
+    assert not (folder / "output" / "checkpoint" / "run.json").exists()
+
+
+@pytest.mark.faults
+def test_damaged_run_json(example: str, folder: Path, reference: Reference) -> None:
+    """Any changed bit of run.json is noticed, unless it says the same all the same (in the last digit of a number)."""
+    program = (
+        "import pathlib, sys, train\n"
+        "args = train.argparse.Namespace(output_dir=pathlib.Path('output'), resume=True, epochs=5)\n"
+        "settings = train.json.loads(pathlib.Path('output/checkpoint/run.json').read_text())['settings']\n"
+        "train.resume_settings = lambda args: settings\n"
+        "path = args.output_dir / 'checkpoint' / 'run.json'\n"
+        "content = path.read_bytes()\n"
+        "assert train.read_checkpoint(args)[1] is None\n"
+        "for place in range(0, len(content), 7):\n"
+        "    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])\n"
+        "    error = train.read_checkpoint(args)[1]\n"
+        "    if error or train.json.loads(path.read_bytes()) != train.json.loads(content):\n"
+        "        print(error)\n"
+    )
+    shutil.copytree(reference.output, folder / "output")
+    run = runs.Run(["python", "-c", program], folder).wait(120)
+    lines = run.stdout.splitlines()
+    assert run.status == 0 and len(lines) > 100, run.stderr
+    assert all("output/checkpoint is damaged (run.json: " in line and "move it away" in line for line in lines), lines
+
+
+TEXT = "वह हर सुबह नदी के किनारे टहलती है और पानी की आवाज़ सुनती है। "
+
+
+@pytest.mark.faults
+def test_text(example: str, folder: Path) -> None:
+    """A text in any script is learnt byte by byte; the sample goes on in it, from a prompt."""
+    (folder / "text").write_text(TEXT * 120, encoding="utf-8")
+    words = "--text-file text --epochs 3 --batch-size 4 --tensor-parallel 2 --precision bf16"
+    run = runs.train(example, folder, 2, *words.split())
+    assert "TinyGPT on text: 2 processes" in run.stdout and "entropy" not in run.stdout
+    assert outputs.read_metrics(folder / "output")[-1]["test_loss"] < 0.5
+    assert all(weight.dtype == torch.float32 for weight in outputs.read_model(folder / "output").values())
+    command = ["python", "sample.py", "--prompt", "वह हर ", "--temperature", "0", "--length", "60"]
+    assert runs.Run(command, folder).wait(60).stdout.startswith("वह हर सुबह नदी")
+
+
+@pytest.mark.faults
+def test_killed_while_saving(example: str, folder: Path, reference: Reference) -> None:
+    """Killed while a checkpoint is being written in the background: the one before is resumed, to the same bits."""
+    edits.edit(folder / "train.py", "        written.result()\n", "        written.result()\n        time.sleep(2)\n")
+    run = runs.start(example, folder, 2)
+    run.read_until("epoch  2/")
+    runs.kill_all(example, run)
+    assert {path.name for path in (folder / "output" / "checkpoint").glob("epoch*")} == {"epoch1-step0", "epoch2-step0"}
+    last = runs.train(example, folder, 2, "--resume")
+    assert "continuing after epoch 1 of 5" in last.stdout
+    outputs.assert_same_run(folder / "output", reference.output)
+
+
+def test_refused(example: str, folder: Path) -> None:
+    """Each argument that does not fit the others, and each text that cannot be used, is refused with one line."""
+    texts = {
+        "--width 100 --heads 3": ["--width 100", "multiple of --heads 3"],
+        "--tensor-parallel 3": ["--heads 4", "multiple of --tensor-parallel 3"],
+        "--max-grad-norm 0": ["--max-grad-norm", "above 0"],
+        "--peak-tflops 0": ["--peak-tflops", "above 0"],
+        "--cpu-offload": ["--cpu-offload needs GPUs"],
+        "--layers 0": ["--layers", "1 or more"],
+    }
+    refusals.assert_arguments_refused(folder, texts)
+    (folder / "empty").touch()
+    texts = {
+        "--tensor-parallel 2": ["3 processes", "--tensor-parallel 2"],
+        "--text-file missing": ["missing", "No such file"],
+        "--text-file empty": ["empty is empty"],
+        "--tokens 100": ["too few for one window of 64", "longer text"],
+        "--tokens 1200 --batch-size 20": ["--batch-size 20", "3 groups", "16 samples of 64 tokens"],
+    }
+    started = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "3", "WORLD_SIZE": "3"}
+    refusals.assert_arguments_refused(folder, texts, "train.load_data(train.parse_args())", **started)
+
+
+@pytest.mark.faults
+def test_share_of_memory(example: str) -> None:
+    """Each process holds its share of weights, gradients and Adam's state, to 5 %, on each mesh."""
+    whole = sharding.measure("fsdp", 1, 1, width=128, layers=2)
+    for processes, tensor_parallel in MESHES.values():
+        held = sharding.measure("fsdp", processes // tensor_parallel, tensor_parallel, width=128, layers=2)
+        for kind in ("parameters", "gradients", "optimizer state"):
+            assert held[kind] * processes == pytest.approx(whole[kind], rel=0.05), (processes, tensor_parallel, kind)
