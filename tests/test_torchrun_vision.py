@@ -67,17 +67,14 @@ def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -
     """
     run = runs.start(example, folder, 2)
     run.read_until("epoch  1/")
-    os.kill(max(run.workers()), signal.SIGUSR1)
-    run.wait(60)
-    (stopped,) = re.findall(r"stopped by a signal after step (\d+) of epoch (\d+): use --resume", run.stdout)
-    assert run.status == 0 and run.stdout.count("\nused: ") == 1
+    step, epoch = runs.ask_to_stop(example, run)
     with tarfile.open(folder / "images.tar", "w") as tar:
         tar.add(folder / "images", "images")
     shutil.rmtree(folder / "images")
     (folder / "disk").mkdir()
     arguments = "--resume --data-dir images.tar --workers 0 --gradient-checkpointing --log-to tensorboard"
     last = runs.train(example, folder, 2, *arguments.split(), TMPDIR=str(folder / "disk"))
-    assert f"continuing after epoch {int(stopped[1]) - 1} of 5, step {stopped[0]}" in last.stdout
+    assert f"continuing after epoch {epoch - 1} of 5, step {step}" in last.stdout
     assert "0 workers for each process" in last.stdout and not [*(folder / "disk").glob("*.tar*")]
     outputs.assert_same_run(folder / "output", reference.output)
     assert tensorboard_epochs(folder / "output" / "tensorboard") == [1, 2, 3, 4, 5]

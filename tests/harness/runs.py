@@ -153,16 +153,17 @@ def kill_one(example: str, run: Run) -> None:
     assert re.search(LAUNCHERS[example].kill_message, run.stderr), run.stderr
 
 
-def ask_to_stop(_: str, run: Run) -> None:
-    """Send SIGUSR1 to one worker: all save after the same step, and the run ends well."""
+def ask_to_stop(_: str, run: Run) -> tuple[int, int]:
+    """Send SIGUSR1 to one worker: all save after the same step, and the run ends well. Return step and epoch."""
     os.kill(max(run.workers()), signal.SIGUSR1)
     run.wait(60)
     assert run.status == 0 and run.stdout.count("\nused: ") == 1, run.stderr
-    assert re.search(r"stopped by a signal after step \d+ of epoch \d+: use --resume", run.stdout)
+    ((step, epoch),) = re.findall(r"stopped by a signal after step (\d+) of epoch (\d+): use --resume", run.stdout)
+    return int(step), int(epoch)
 
 
 def kill_and_resume(
-    example: str, folder: Path, reference: Reference, kills: list[Callable[[str, Run], None]], *arguments: object
+    example: str, folder: Path, reference: Reference, kills: list[Callable[[str, Run], object]], *arguments: object
 ) -> Run:
     """Kill a run at a random moment in each of these ways, resume it each time, and compare its end with the reference.
 
