@@ -203,19 +203,18 @@ class Lab:
     def down(self, keep_logs: bool = False) -> bool:
         """End the lab with all its processes, and remove its folder; returns False if none was running."""
         pid = self._keeper()
-        cgroups = leftovers(self.folder.name)
         with contextlib.suppress(ProcessLookupError):
             if pid:
                 handle = os.pidfd_open(pid)
                 if self._keeper() == pid:  # then the handle is not that of a later process
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
-                    for lab in cgroups:
+                    for lab in leftovers(self.folder.name):
                         thaw(lab)
                 # The kernel reports the end of a PID 1 only after the end of all others.
                 if not select.select([handle], [], [], 60)[0]:
                     raise LabError(f"processes of the lab do not end; its keeper is process {pid}")
                 os.close(handle)
-        for lab in cgroups:
+        for lab in leftovers(self.folder.name):  # all that the keeper made before its end
             until(lambda lab=lab: remove(lab), f"{lab} can be removed, since no process is left in it")
         self._remove_folder(keep_logs)
         return pid is not None
