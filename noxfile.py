@@ -80,6 +80,8 @@ def run_tests(session: nox.Session, example: str, marks: str, at_once: int) -> N
         if not uses_torch(folder):
             session.install("-r", "examples/ddp_spawn/requirements.txt")  # the tests compute with PyTorch
         session.install("-r", "tests/requirements.txt")
+        if marks.startswith("slurm"):  # jobs are another user's, who could not keep the compiled modules
+            session.run("python", str(folder / "train.py"), "--help", silent=True)
         options = [f"--example={example}", f"--folder={folder}", f"--numprocesses={at_once}", "--dist=worksteal"]
         options += ["--durations=10", "--durations-min=5"]
         session.run("pytest", "-m", marks, *options, *arguments)
