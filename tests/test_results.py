@@ -1,0 +1,310 @@
+"""jupyter/results.ipynb: it runs to its end on what each example has written, and shows the numbers that are there."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from base64 import b64decode
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+import torch
+from jupyter_client import KernelManager
+from jupyter_client.kernelspec import KernelSpecManager
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+from nbclient import NotebookClient
+from torch.nn import functional as F
+
+from tests.harness import outputs, runs
+from tests.harness.launchers import LAUNCHERS, ROOT
+from tests.harness.processes import clean_environment
+from tests.harness.runs import Reference
+
+NOTEBOOK = ROOT / "jupyter" / "results.ipynb"
+results = outputs.import_file(NOTEBOOK.with_suffix(".py"))
+# What is asked at the end of the notebook, in its kernel: only there is the example's framework imported.
+PROBE = """
+import json
+found = results.predict(chosen[0])
+print(json.dumps({
+    "labels": found.labels.tolist(), "logits": found.logits.tolist(), "losses": found.losses.tolist(),
+    "matrix": results.confusion_matrix(found).tolist(), "worst": results.worst(found, 10**6).tolist(),
+    "shapes": [found.image(i).shape for i in (0, len(found.labels) - 1)], "classes": found.classes,
+}))
+"""
+
+
+@pytest.fixture
+def finished(example: str, folder: Path, reference: Reference) -> Path:
+    """A copy of the example's folder with the reference run in it, and its log as it was printed."""
+    shutil.copytree(reference.output, folder / "output")
+    prefix = "[0]<stdout>:" if LAUNCHERS[example].local.startswith("horovodrun") else ""
+    log = "".join(prefix + line for line in reference.stdout.splitlines(keepends=True))
+    (folder / "output" / "train.log").write_text(log)
+    return folder
+
+
+def execute(folder: Path, home: Path, *more: str) -> list[nbformat.NotebookNode]:
+    """Run the notebook with the runs in `folder`, then the cells `more`, in this environment; return its code cells.
+
+    The last one of `more` may fail. `home` is for what IPython writes.
+    """
+    notebook = nbformat.read(NOTEBOOK, 4)
+    first = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    assert 'FOLDER = ".."\n' in first.source
+    first.source = first.source.replace('FOLDER = ".."', f"FOLDER = {str(folder)!r}")
+    notebook.cells += [nbformat.v4.new_code_cell(source) for source in more]
+    notebook.cells[-1].metadata["tags"] = ["raises-exception"]
+    manager = KernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))  # this Python, not one in ~/.local
+    client = NotebookClient(notebook, timeout=120, km=manager, resources={"metadata": {"path": NOTEBOOK.parent}})
+    try:
+        client.execute(env=clean_environment() | {"IPYTHONDIR": str(home), "PYTHONDONTWRITEBYTECODE": "1"})
+    finally:
+        if manager.has_kernel:
+            manager.shutdown_kernel(now=True)
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def pictures(cell: nbformat.NotebookNode) -> list[np.ndarray]:
+    """Return the pictures that a cell shows, (H, W, 4) from 0 to 1; none may be empty."""
+    shown = [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})]
+    decoded = [imread(io.BytesIO(b64decode(png))) for png in shown]
+    assert all(picture.shape[0] > 150 and picture[..., :3].std() > 0.02 for picture in decoded)
+    return decoded
+
+
+def texts(cells: list[nbformat.NotebookNode]) -> str:
+    """Return all text that cells show as Markdown."""
+    shown = [output.get("data", {}).get("text/markdown", "") for cell in cells for output in cell.outputs]
+    return "\n".join(shown)
+
+
+def drawn(figure: Figure, name: str) -> list[list[float]]:
+    """Return the values of each curve of a figure that is called `name`, from left to right."""
+    lines = [line for axes in figure.axes for line in axes.lines if line.get_gid() == name]
+    return [[float(y) for y in line.get_ydata()] for line in lines]
+
+
+def restarts(figure: Figure) -> list[float]:
+    """Return the places of the restarts in the first axes of a figure."""
+    return [float(line.get_xdata()[0]) for line in figure.axes[0].lines if line.get_gid() == "restart"]
+
+
+def test_shipped_notebook() -> None:
+    """It is valid, and has no outputs, no numbers of executions, a general kernel, and short cells with texts."""
+    notebook = nbformat.read(NOTEBOOK, nbformat.NO_CONVERT)
+    nbformat.validate(notebook)
+    assert (notebook.nbformat, notebook.nbformat_minor, notebook.metadata.kernelspec.name) == (4, 5, "python3")
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in code)
+    assert all(len(cell.source.splitlines()) <= 6 for cell in code)
+    assert len({cell.id for cell in notebook.cells}) == len(notebook.cells) > 12
+
+
+def test_notebook(example: str, finished: Path, tmp_path: Path) -> None:
+    """Each cell runs in a kernel, says nothing on stderr, and shows what the run has; the numbers are the run's."""
+    images = LAUNCHERS[example].learns[0] == "test_accuracy"
+    cells = execute(finished, tmp_path / "ipython", *[PROBE] * images, "results.find_runs('nowhere')")
+    *cells, last = cells
+    ((name, trace),) = [(output.ename, output.traceback) for output in last.outputs]
+    assert name == "ResultsError" and len(trace) == 1 and "there is no folder" in trace[0], trace
+    wrong = [output for cell in cells for output in cell.outputs if output.output_type == "error" or "name" in output]
+    assert not [output for output in wrong if output.get("name") != "stdout"], wrong
+    shown = [len(pictures(cell)) for cell in cells]
+    assert shown == ([0, 0, 1, 1, 0, 0, 1, 1, 0] if images else [0, 0, 1, 1, 0, 0, 0, 0]), shown
+    row = outputs.read_metrics(finished / "output")[-1]
+    text = texts(cells)
+    assert f"| {row['test_loss']:.4f} |" in text and "`--profile`" in text and "| yes |" in text
+    assert ("no image run" in text) == (not images)
+    if images:
+        ((output,),) = [cell.outputs for cell in cells[-1:]]
+        check_predictions(json.loads(output.text), row)
+
+
+def check_predictions(found: dict[str, list], row: dict[str, float]) -> None:
+    """Check what the notebook's kernel says of the test images: against the run, and against PyTorch."""
+    labels, logits = torch.tensor(found["labels"]), torch.tensor(found["logits"], dtype=torch.float64)
+    losses, wrong = F.cross_entropy(logits, labels, reduction="none"), logits.argmax(1) != labels
+    assert math.isclose(losses.mean().item(), row["test_loss"], rel_tol=1e-4)
+    assert losses.tolist() == pytest.approx(found["losses"])
+    matrix = np.array(found["matrix"])
+    assert matrix.sum() == len(labels) and matrix.sum(1).tolist() == torch.bincount(labels).tolist()
+    assert matrix.trace() / matrix.sum() == pytest.approx(row["test_accuracy"], abs=1e-9)
+    assert len(found["classes"]) == len(matrix) == logits.shape[1]
+    assert sorted(found["worst"]) == wrong.nonzero().flatten().tolist() != []
+    assert (losses[found["worst"]].diff() <= 0).all()
+    assert all(shape in ([28, 28], [32, 32, 3]) for shape in found["shapes"])
+
+
+def test_curves(example: str, finished: Path) -> None:
+    """The curves are the columns of metrics.csv, and the floor is the printed one."""
+    (run,) = results.find_runs(finished)
+    rows, row = outputs.read_metrics(finished / "output"), LAUNCHERS[example]
+    assert run.name == finished.name and run.rows == rows and run.restarts == [] and run.log.count("\nepoch ") == 5
+    figure = results.learning_curves([run])
+    for name in ("train_loss", "test_loss"):
+        assert drawn(figure, name) == [[each[name] for each in rows]]
+    for name, factor in (("test_accuracy", 100), ("perplexity", 1)):
+        expected = [[factor * each[name] for each in rows]] if name in rows[0] else []
+        assert drawn(figure, name) == expected
+    assert len(figure.axes) == (1 if example == "fsdp" else 2) and restarts(figure) == []
+    floors = [[2.2235, 2.2235]] if row.first_line == "TinyGPT on a random source" else []
+    assert drawn(figure, "floor") == floors and (run.floor == 2.2235) == bool(floors)
+    if floors:
+        assert f"({rows[-1]['test_loss'] - 2.2235:.4f} above the floor)" in figure.legends[0].get_texts()[0].get_text()
+    unit = "samples" if "tokens_per_second" not in rows[0] else "tokens"
+    speed = results.throughput([run])
+    assert drawn(speed, unit) == [[each[f"{unit}_per_second"] for each in rows]]
+    assert speed.legends[0].get_texts()[0].get_text().endswith(": 2 processes")
+
+
+@pytest.mark.only("ddp_spawn")
+def test_resumed_and_profiled(example: str, folder: Path, reference: Reference) -> None:
+    """A restart is marked at its epoch, the profile is the printed one; two runs are shown at once."""
+    first = runs.train(example, folder, 2, "--epochs", 1, "--profile")
+    (folder / "output" / "train.log").write_text(first.stdout)
+    (run,) = results.find_runs(folder)
+    figure = results.learning_curves([run])
+    (axes, *_) = figure.axes
+    assert drawn(figure, "test_loss") == [run.column("test_loss")] and len(run.rows) == 1
+    assert axes.lines[0].get_marker() == "o"  # one point, which is seen
+    assert [tick for tick in axes.get_xticks() if 0.4 <= tick <= 1.6] == [1]
+    second = runs.train(example, folder, 2, "--epochs", 2, "--resume")
+    (folder / "output" / "train.log").write_text(first.stdout + second.stdout)
+    shutil.copytree(reference.output, folder / "output" / "1234")
+    (folder / f"{example}-1234.out").write_text(reference.stdout)
+    found = {run.name.removeprefix(folder.name): run for run in results.find_runs(folder)}
+    assert set(found) == {"", "/1234"} and [found[name].restarts for name in ("", "/1234")] == [[1], []]
+    both = [found[""], found["/1234"]]
+
+    figure = results.learning_curves(both)
+    assert restarts(figure) == [1] and [len(values) for values in drawn(figure, "test_loss")] == [2, 5]
+    assert [text.get_text() for text in figure.legends[0].get_texts()][-1] == "restart" and not figure.get_suptitle()
+    printed = re.findall(r"^profile: (\w[a-z ]+?) +([\d.]+)%$", first.stdout, re.MULTILINE)
+    assert len(printed) == 4 and found[""].profile == {name: float(share) for name, share in printed}
+    bars = results.profile_shares(both).axes[0].containers
+    assert [(bar.get_label(), round(bar.patches[0].get_width(), 1)) for bar in bars] == [
+        (name, float(share)) for name, share in printed
+    ]
+    assert all(len(bar.patches) == 1 for bar in bars), "only one of the two has a profile"
+    assert [row.split(" | ")[1] for row in results.show(both).splitlines()[2:]] == [run.name for run in both]
+    last = both[1].rows[-1]
+    assert f"| 5 | 2 | {last['train_loss']:.4f} | {last['test_loss']:.4f} | accuracy 97." in results.comparison(both)
+
+
+@pytest.mark.only("ddp_spawn")
+def test_refusals(example: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other data, a missing package, no run and no model are each said in one line; a missing log, in the figure."""
+    (run,) = results.find_runs(finished)
+
+    def refused(*words: str, **arguments: str) -> None:
+        with pytest.raises(results.ResultsError) as error:
+            results.predict(run, **arguments)
+        assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), str(error.value)
+
+    refused("of synthetic correctly", "97.77%", dataset="synthetic")
+    refused("no mnist in", str(finished / "nowhere"), dataset="mnist", data_dir="nowhere")
+    refused("unknown data set 'cifar'", dataset="cifar")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch", None)  # what Python does where it is not installed
+        refused("cannot import torch", f"environment of {finished.name}")
+    weights = torch.load(finished / "output" / "model.pt", weights_only=True)
+    torch.save({f"own.{name}": weight for name, weight in weights.items()}, finished / "output" / "model.pt")
+    refused("model.pt is not of the ConvNet", "change _predict_convnet()")
+    torch.save(weights, finished / "output" / "model.pt")
+    with pytest.raises(results.ResultsError, match=r"^no run below [^\n]*python train.py --processes 2[^\n]*$"):
+        results.find_runs(tmp_path / "copied" / "common")
+    (finished / "output" / "train.log").unlink()
+    (run,) = results.find_runs(finished)
+    assert (run.log, run.restarts, run.floor, run.profile) == ("", [], None, {})
+    assert results.learning_curves([run]).get_suptitle().startswith(f"no log found of {run.name}: restarts")
+    assert "not found" in results.show([run]) and isinstance(results.confusion(run), Figure)
+    (finished / "output" / "model.pt").unlink()
+    assert "has not finished yet" in results.confusion(run) == results.mistakes(run)
+
+
+@pytest.mark.only("ddp_spawn")
+def test_which_log(example: str, finished: Path, reference: Reference) -> None:
+    """The log of a run is found by its job's number or by its losses, never that of another run; old ones neither."""
+    output = finished / "output"
+    (output / "train.log").unlink()
+    shutil.copytree(output, finished / "one")
+    for name in ("7", "9_2"):
+        shutil.copytree(finished / "one", output / name)
+    shutil.rmtree(finished / "one")
+    (output / "metrics.csv").unlink()
+    logs = {
+        "7": reference.stdout.replace("model in output/", "model in output/7/"),
+        "11": "continuing after epoch 3 of 5, step 2\n" + reference.stdout.replace(" output/", " output/7/"),
+        "10": "continuing after epoch 0 of 5\n" + reference.stdout.replace(" output/", " output/9_2/"),  # of the array
+        "6": "continuing after epoch 1 of 5\n" + re.sub(r"train loss [\d.]+", "train loss 1.0", reference.stdout),
+    }
+    for job, text in logs.items():
+        (finished / f"{example}-{job}.out").write_text(text)
+    found = {run.name.partition("/")[2]: run.restarts for run in results.find_runs(finished)}
+    assert found == {"7": [3.5], "9_2": [0]}
+    (output / "7" / "metrics.csv").write_text("epoch,step,train_loss\n1,,2.0\n")  # Lightning's own logger
+    (finished / ".venv" / "lib").mkdir(parents=True)
+    shutil.copy(output / "9_2" / "metrics.csv", finished / ".venv" / "lib")
+    (finished / "loop").symlink_to(finished)
+    assert [run.name.partition("/")[2] for run in results.find_runs(finished)] == ["9_2"]
+    shutil.copytree(finished, finished.parent / "other" / finished.name, symlinks=True)
+    found = {run.name for run in results.find_runs(finished.parent)}
+    assert found == {f"{folder}copied/output/9_2" for folder in ("", "other/")}
+
+
+@pytest.mark.only("ddp_spawn")
+def test_other_logs(example: str, finished: Path) -> None:
+    """The floor that train_lm.py of horovod_cpu prints is found, and processes that have changed in number are told."""
+    (run,) = results.find_runs(finished)
+    rows = [row | {"world_size": count} for row, count in zip(run.rows, (2, 2, 4, 4, 2), strict=True)]
+    line = "epoch  1/5 | train loss 3.2902 | test loss 2.5214 (floor 2.2235) | perplexity 12.45 per byte"
+    other = dataclasses.replace(run, rows=rows, log=line)
+    assert other.floor == 2.2235 and other.processes == "2, then 4, then 2"
+    assert drawn(results.learning_curves([run, other]), "floor") == [[2.2235, 2.2235]]
+
+
+@pytest.mark.only("ddp_spawn")
+def test_check_of_predictions(example: str, finished: Path) -> None:
+    """One image more or less is refused, unless the model can hardly decide there, as bf16 could not."""
+    (run,) = results.find_runs(finished)
+    logits = np.eye(10)[np.arange(100) % 10] * 8.0
+    found = results.Predictions("data", tuple("0123456789"), np.arange(100) % 10, logits, lambda i: logits)
+    for accuracy, undecided in ((1.0, False), (0.99, False), (0.99, True), (0.98, True)):
+        logits[0, 1] = 7.99 if undecided else 0
+        other = dataclasses.replace(run, rows=[*run.rows, run.rows[-1] | {"test_accuracy": accuracy}])
+        refused = accuracy < (0.99 if undecided else 1)
+        with pytest.raises(results.ResultsError) if refused else contextlib.nullcontext():
+            results._check(other, found)
+
+
+@pytest.mark.only("ddp_spawn")
+def test_modules_of_an_example(example: str, folder: Path) -> None:
+    """Within the context `common` is the example's, afterwards what it was before."""
+    before = sys.modules["common"], sys.modules["common.data"], list(sys.path)
+    with results._modules_of(folder):
+        from common import data
+
+        assert Path(data.__file__).is_relative_to(folder) and data is not before[1]
+    assert (sys.modules["common"], sys.modules["common.data"], sys.path) == before
+
+
+@pytest.mark.only("torchrun_vision")
+@pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities:DeprecationWarning")
+def test_images_in_a_tar(example: str, finished: Path) -> None:
+    """Images in a tar give the same predictions; those of other classes are refused in one line."""
+    subprocess.run(["tar", "-cf", "images.tar", "images"], cwd=finished, check=True)
+    for part in ("train", "val"):
+        (finished / "images" / part / "six").rename(finished / f"{part}-six")
+    (run,) = results.find_runs(finished)
+    assert results.predict(run, data_dir="images.tar").accuracy == run.rows[-1]["test_accuracy"]
+    with pytest.raises(results.ResultsError, match=r"is no resnet18 for the 5 classes in images: pass data_dir"):
+        results.predict(run)
