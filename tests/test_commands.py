@@ -13,6 +13,7 @@ from tests.harness.launchers import LAUNCHERS, ROOT, copy_example
 
 NEEDS = re.compile(r"# needs (the internet|a cluster|a GPU)\b")
 LAB, HOROVOD_JOBS = "slurm/test_lab.py::", "slurm/test_horovod_cpu_jobs.py::"
+NOTEBOOKS = "slurm/test_jupyter.py::"
 APT = "sudo apt-get install --no-install-recommends slurm-wlm munge iproute2 openmpi-bin libpmix-dev"
 RUN_BY = {  # README: command: the test that runs it, or the file that does
     "README.md": {
@@ -30,6 +31,7 @@ RUN_BY = {  # README: command: the test that runs it, or the file that does
         ),
         "python train.py --dataset fashion_mnist --data-dir data": "test_data_files.py::test_trains_on_idx_files",
         "cd preflight && VENV=~/project/.venv sbatch run.slurm": "slurm/test_preflight.py::test_healthy",
+        "cd jupyter && VENV=../examples/ddp_spawn/.venv sbatch run.slurm": NOTEBOOKS + "test_only_for_its_owner",
         "python3 -m venv examples/ddp_spawn/.venv": LAB + "test_readme_of_the_repository",
         "examples/ddp_spawn/.venv/bin/pip install -r examples/ddp_spawn/requirements.txt": (
             LAB + "test_readme_of_the_repository"
@@ -44,6 +46,14 @@ RUN_BY = {  # README: command: the test that runs it, or the file that does
             "slurm/test_preflight.py::test_per_process_without_internet"
         ),
         "IMAGE=~/project/example.sif sbatch run.slurm": "slurm/test_preflight.py::test_image",
+    },
+    "jupyter/README.md": {
+        "VENV=../examples/ddp_spawn/.venv sbatch run.slurm": NOTEBOOKS + "test_only_for_its_owner",
+        "cat jupyter-*.out": NOTEBOOKS + "test_only_for_its_owner",
+        "apptainer exec example.sif python3 -m venv --system-site-packages .venv": (
+            "slurm/test_containers.py::test_notebook"
+        ),
+        "IMAGE=example.sif sbatch run.slurm": "slurm/test_containers.py::test_notebook",
     },
     "examples/ddp_spawn/README.md": {
         "python train.py --dataset fashion_mnist --data-dir data": "test_data_files.py::test_trains_on_idx_files",

@@ -383,6 +383,13 @@ def test_same_text_in_run_slurm(part: str) -> None:
     assert all(len(texts) == 1 for texts in found) and len({texts[0] for texts in found}) == 1, found
 
 
+def test_same_in_image() -> None:
+    """jupyter/run.slurm enters an image by the function that the examples have."""
+    function = re.compile(r"^in_image\(\) {.*?^export -f in_image", re.MULTILINE | re.DOTALL)
+    one, other = (function.findall((ROOT / name / "run.slurm").read_text()) for name in ("jupyter", "examples/lora"))
+    assert len(one) == 1 and one == other
+
+
 def check_definition(name: str, text: str) -> None:
     """Check that a container.def is short, and has all lines of ddp_spawn's, in their order."""
     lines, model = text.splitlines(), (ROOT / "examples" / "ddp_spawn" / "container.def").read_text().splitlines()

@@ -5,8 +5,11 @@ debootstrap has made, since there is no registry of images here, and the image i
 """
 
 import pwd
+import re
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +19,7 @@ from filelock import FileLock
 
 from lab import Lab, tree
 from lab.config import Plan
-from tests.harness import outputs
+from tests.harness import outputs, readme
 from tests.harness.jobs import (
     EPOCHS,
     all_nodes,
@@ -31,7 +34,7 @@ from tests.harness.jobs import (
     submit,
     two_processes,
 )
-from tests.harness.launchers import copy_example
+from tests.harness.launchers import ROOT, copy_example
 from tests.harness.runs import Reference
 
 pytestmark = [pytest.mark.slurm, pytest.mark.faults]
@@ -116,6 +119,36 @@ def test_stopped_and_requeued(
 def test_job_array(example: str, source: Path, lab: Lab, image: Path, tmp_path: Path) -> None:
     """A task of a job array is stopped near its time limit and requeued, alone, as without an image."""
     array_of_three(lab, stub(source, tmp_path / example), IMAGE=str(image))
+
+
+@pytest.mark.only("ddp_spawn")
+def test_notebook(example: str, source: Path, lab: Lab, image: Path, tmp_path: Path) -> None:
+    """JupyterLab in an environment on top of the image, as jupyter/README.md makes it: open to its owner only."""
+    folder = tmp_path / "jupyter"
+    shutil.copytree(ROOT / "jupyter", folder)
+    (folder / "example.sif").symlink_to(image)
+    # The lab, where an ordinary user can mount images, has no internet: the packages are fetched before.
+    fetch = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:", "--python-version=3.11"]
+    fetch += ["-r", "requirements.txt", "-d", "wheels", "overrides", "typing_extensions"]  # the last: before 3.12, 3.13
+    subprocess.run([sys.executable, "-m", "uv", "pip", "install", "-q", "pip"], check=True)
+    subprocess.run(fetch, cwd=folder, check=True, timeout=300)
+    hand_over(folder)
+    local = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder / "wheels")}
+    commands = [command for block in readme.blocks(folder / "README.md") for command in block]
+    for command in (command for command in commands if command.startswith("apptainer")):
+        done = lab.run(shlex.split(command), "node1", folder, local, timeout=600)
+        assert done.returncode == 0, done.stderr[-2000:]
+    job = submit(lab, "jupyter", folder, IMAGE="example.sif", VENV=".venv")
+    job.wait_for_line("JupyterLab is ready")
+    connect = folder / f"connect-{job.id}.txt"
+    text = connect.read_text()
+    port, token = re.search(r":(\d+) ", text)[1], re.search(r"token=(\w+)", text)[1]
+    node = job.shown["NodeList"]
+    for key, status in ((token, "200"), ("other", "403")):
+        words = ["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", "-H", f"Authorization: token {key}"]
+        assert lab.run([*words, f"http://127.0.0.1:{port}/api/status"], node, "/").stdout == status
+    job.cancel()
+    assert not connect.exists()
 
 
 LOOK = """

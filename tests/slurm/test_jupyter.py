@@ -1,0 +1,380 @@
+"""jupyter/run.slurm in the lab, opened as its README says: with ssh, and a real browser."""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from lab import Lab
+from tests.harness import browser, readme
+from tests.harness.jobs import Job, assert_completed, assert_refused, hand_over, submit, two_processes
+from tests.harness.launchers import LAUNCHERS, ROOT, copy_example
+from tests.harness.processes import wait_until
+
+FOLDER = ROOT / "jupyter"
+HEAD, NOBODY = "head", 65534
+needs = ("sshd", "openssl")
+missing = [name for name in needs if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")]
+missing += [] if browser.PROGRAM else ["chromium"]
+pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")]
+
+HASHED = "sha1:67c9e60bb8b6:9ffede0825894254b2e042ea597d771089e11aed"  # of the password "sesame"
+# Asks for a path of a server without being sent elsewhere; prints the status, or why there is none.
+ASK = """
+import ssl, sys, urllib.error, urllib.request
+address, token = sys.argv[1:]
+class Stay(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_):
+        return None
+handlers = [urllib.request.HTTPSHandler(context=ssl._create_unverified_context()), Stay]
+request = urllib.request.Request(address, headers={"Authorization": f"token {token}"} if token else {})
+try:
+    print(urllib.request.build_opener(*handlers).open(request, timeout=20).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+except OSError as error:
+    print(error)
+"""
+
+
+class Server:
+    """A job of jupyter/run.slurm that has started: what it tells its owner, and who gets an answer from it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.lab = job, job.lab
+        job.wait_for_line("JupyterLab is ready")
+        self.connect = Path(re.findall(r"How to open it:  cat (\S+)$", job.log, re.MULTILINE)[-1])
+        self.text = self.connect.read_text()
+        self.tunnel = re.search(r"^ +(ssh .*)$", self.text, re.MULTILINE)[1]
+        self.url = re.search(r"^ +(https?://127.0.0.1:8888/lab\?token=\w+)$", self.text, re.MULTILINE)[1]
+        self.scheme, self.token = self.url.partition(":")[0], self.url.partition("token=")[2]
+        self.address, port = re.search(r"-L 8888:([\d.]+):(\d+) ", self.tunnel).groups()
+        self.port = int(port)
+        self.node = self.job.shown["NodeList"]
+        lines = [line for pid, line in self.lab.processes(self.node).items() if pid in self.job.processes()]
+        self.private = next(filter(None, (re.search(r"--private=(/dev/shm/jupyter-\w+) ", line) for line in lines)))[1]
+
+    def ask(self, path: str = "api/status", token: str = "", node: str = "", uid: int = 0, address: str = "") -> str:
+        """Return the status, or the error, that a user of a node gets as an answer: by default the job's owner."""
+        words = ["setpriv", f"--reuid={uid or self.lab.uid}", "--clear-groups", sys.executable, "-c", ASK]
+        url = f"{self.scheme}://{address or self.address}:{self.port}/{path}"
+        return self.lab.run([*words, url, token], node or self.node, "/", user="root").stdout.strip()
+
+    def listening(self) -> set[str]:
+        """Return the addresses and ports on which programs of the job's owner listen on its node."""
+        text = self.lab.run(["cat", "/proc/net/tcp", "/proc/net/tcp6"], self.node, "/").stdout
+        rows = [line.split() for line in text.splitlines()]
+        return {row[1] for row in rows if row[3] == "0A" and row[7] == str(self.lab.uid)}
+
+    def assert_nothing_left(self) -> None:
+        """Check that the job's node has no process, port or file of it any more, and that nobody finds a token."""
+        self.job.wait()
+        assert not self.connect.exists()
+        self.assert_node_clean()
+        assert self.token not in self.job.log
+
+    def assert_node_clean(self) -> None:
+        """Check that the server's private folder on its node is gone, and that nothing answers at its port."""
+        assert self.lab.run(["ls", self.private], self.node, "/").returncode == 2
+        assert "refused" in self.ask(token=self.token)
+
+
+def start(lab: Lab, folder: Path, *options: str, **variables: str) -> Job:
+    """Submit a copy of jupyter/run.slurm."""
+    if not folder.exists():
+        shutil.copytree(FOLDER, folder)
+    return submit(lab, "jupyter", folder, options=options, **variables)
+
+
+def notebook(path: Path, *cells: str) -> Path:
+    """Write a notebook of these cells."""
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    one = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
+    content = [one | {"id": f"cell{number}", "source": text} for number, text in enumerate(cells)]
+    page = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}, "cells": content}
+    path.write_text(json.dumps(page))
+    return hand_over(path)
+
+
+def outputs(path: Path) -> list[str]:
+    """Return what each cell of a notebook on the disk has printed, errors included."""
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    texts = [["".join(out.get("text", out.get("traceback", ""))) for out in cell["outputs"]] for cell in cells]
+    return ["".join(text) for text in texts]
+
+
+@contextlib.contextmanager
+def running(words: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """Run a command for as long as the block lasts."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def browse(lab: Lab, node: str, url: str, path: str, *options: str) -> contextlib.AbstractContextManager:
+    """Open a notebook in the browser, at a place in the lab."""
+    words = [sys.executable, "-m", "tests.harness.browser", url, path, *options]
+    return running(lab.command(words, node, ROOT, user="root"))
+
+
+def assert_done(process: subprocess.Popen[str]) -> None:
+    """Wait until the browser has done what it was asked for."""
+    line = process.stdout.readline()
+    assert line == "done\n", line + process.stdout.read()
+
+
+@pytest.fixture
+def ssh(lab: Lab, tmp_path: Path) -> Iterator[None]:
+    """An ssh server on the login node and on node1, as clusters have them, and a key with which the lab's user enters.
+
+    The user's own computer is the login node, too.
+    """
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)], check=True)
+    own = Path(lab.home, ".ssh")
+    lab.run(["mkdir", "-p", str(own)], cwd="/", check=True)
+    settings = f"IdentityFile {own}/user\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
+    for name, text in {"config": settings, "user": (keys / "user").read_text()}.items():
+        lab.run(["sh", "-c", f"umask 077; cat >{own}/{name}"], cwd="/", input=text, check=True)
+    words = ["/usr/sbin/sshd", "-D", "-f", "/dev/null", "-h", str(keys / "host")]
+    options = [f"AuthorizedKeysFile={keys}/user.pub", "StrictModes=no", "UsePAM=no", "PidFile=none"]
+    words += [word for option in options for word in ("-o", option)]
+    with contextlib.ExitStack() as stack:
+        for node in (HEAD, "node1"):
+            lab.run(["mkdir", "-p", "/run/sshd"], node, "/", user="root", check=True)
+            stack.enter_context(running(lab.command(words, node, "/", user="root")))
+        yield
+
+
+@contextlib.contextmanager
+def tunnel(server: Server) -> Iterator[None]:
+    """Run the ssh command that the user is told to run, word for word, until the block ends."""
+    lab = server.lab
+    with running(lab.command(server.tunnel.split(), HEAD, "/")) as process:
+
+        def forwarded() -> bool:
+            assert process.poll() is None, process.stdout.read()
+            return lab.run([sys.executable, "-c", ASK, server.url, ""], HEAD, "/").stdout.strip().isdecimal()
+
+        wait_until(forwarded, 30, f"an answer through {server.tunnel}")
+        yield
+
+
+def seen_by_others(lab: Lab, node: str, token: str) -> str:
+    """Return what another user of a node sees of a token: files and the like that contain it, or nothing."""
+    look = "grep -rlsF -f - /tmp /dev/shm /run/user /proc/[0-9]*/cmdline /proc/[0-9]*/environ; true"
+    words = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "sh", "-c", look]
+    return lab.run(words, node, "/", user="root", input=token, timeout=120).stdout.strip()
+
+
+def test_only_for_its_owner(lab: Lab, ssh: None, tmp_path: Path) -> None:
+    """Two servers on one node, each opened by its own token only, through ssh and in a browser, which runs a cell."""
+    folder = tmp_path / "jupyter"
+    jobs = [start(lab, folder, "--nodelist=node1", "--cpus-per-task=1") for _ in range(2)]
+    one, two = (Server(job) for job in jobs)
+    assert one.port != two.port and one.token != two.token and len(one.token) == 64
+    assert one.connect.stat().st_mode & 0o777 == 0o600 and one.connect.stat().st_uid == lab.uid
+
+    # Who has no token gets no answer; from another node there is nothing to connect to.
+    for path in ("api/status", "api/contents", "api/kernels", "api/terminals"):
+        assert one.ask(path) == "403", path
+        assert one.ask(path, uid=NOBODY) == "403", path
+    assert one.ask("lab") == one.ask("files/jupyter/run.slurm") == "302"  # to the page that asks for the token
+    assert (one.ask(token=two.token), one.ask(token=lab.user), one.ask(token=one.token)) == ("403", "403", "200")
+    assert "refused" in one.ask(token=one.token, node="node2", address=lab.addresses["node1"])
+
+    # The browser at the user's end of the tunnel.
+    page = notebook(
+        folder / "first.ipynb",
+        "print(6 * 7)",
+        "import os, torch; print(os.getcwd(), torch.__version__)",
+        "import debugpy",
+    )
+    picture = tmp_path / "page.png"
+    with tunnel(one), browse(lab, HEAD, one.url, "jupyter/first.ipynb", "--picture", str(picture)) as process:
+        assert_done(process)
+        wait_until(lambda: outputs(page)[2], 30, "the saved notebook")
+        assert outputs(page)[0] == "42\n" and str(folder) in outputs(page)[1]
+        assert picture.read_bytes()[:4] == b"\x89PNG"
+        # What the kernel is asked, and answers, goes through sockets in a private folder. It has one port, where it
+        # takes the output of processes that a cell has forked, if they know a key, and gives nothing.
+        kernel = lab.run(["sh", "-c", "cat /dev/shm/jupyter-*/runtime/kernel-*.json"], "node1", "/").stdout
+        assert json.loads(kernel)["transport"] == "ipc"
+        assert "switched off" in outputs(page)[2], "a debugger would open a port that runs what anybody sends"
+        servers = {f"0100007F:{server.port:04X}" for server in (one, two)}
+        assert one.listening() > servers and len(one.listening()) == 3
+        for server in (one, two):
+            assert not seen_by_others(lab, "node1", server.token)
+        # The search finds what there is to find: a file, and a command line.
+        lab.run(["sh", "-c", f"umask 022; echo {one.token} >/tmp/visible"], "node1", "/", check=True)
+        with running(lab.command(["sh", "-c", "sleep 100", one.token], "node1", "/")):
+            wait_until(
+                lambda: "/cmdline" in seen_by_others(lab, "node1", one.token), 20, "the command line to be found"
+            )
+            assert seen_by_others(lab, "node1", one.token).startswith("/tmp/visible")
+        lab.run(["rm", "/tmp/visible"], "node1", "/", check=True)
+        for server in (one, two):
+            for pid in server.job.processes():
+                for file in ("cmdline", "environ"):
+                    assert server.token.encode() not in Path(f"/proc/{pid}/{file}").read_bytes()
+
+    one.job.cancel()
+    one.assert_nothing_left()
+    assert two.ask(token=two.token) == "200", "the other server runs on"
+    two.job.cancel()
+    two.assert_nothing_left()
+
+
+def test_listen_on_node(lab: Lab, ssh: None, tmp_path: Path) -> None:
+    """Where no ssh to nodes is allowed: TLS on the node's own address, with a certificate that names itself."""
+    server = Server(start(lab, tmp_path / "jupyter", "--nodelist=node1", LISTEN="node"))
+    at = lab.addresses["node1"]
+    assert server.scheme == "https" and server.address == at
+    assert server.ask(node="node2", uid=NOBODY) == "403" and server.ask(node="node2", token=server.token) == "200"
+    assert "refused" in server.ask(address="127.0.0.1")
+    assert server.tunnel.endswith(f" {lab.user}@{HEAD}") and " -J " not in server.tunnel
+    get = "import ssl, sys; print(ssl.get_server_certificate((sys.argv[1], int(sys.argv[2]))))"
+    certificate = lab.run([sys.executable, "-c", get, at, str(server.port)], HEAD, "/").stdout
+    digest = hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.strip())).hexdigest().upper()
+    assert f"SHA-256: {':'.join(re.findall('..', digest))}" in server.text
+    page = notebook(tmp_path / "jupyter" / "first.ipynb", "print(6 * 7)")
+    with tunnel(server), browse(lab, HEAD, server.url, "jupyter/first.ipynb") as process:
+        assert_done(process)
+        wait_until(lambda: outputs(page)[0] == "42\n", 30, "the saved notebook")
+    server.job.cancel()
+    server.assert_nothing_left()
+
+
+def test_time_limit(lab: Lab, tmp_path: Path) -> None:
+    """Near the time limit the log says so; a running cell is interrupted, and what it then prints is saved."""
+    text = "import time\ntry:\n    print('begun')\n    time.sleep(600)\nfinally:\n    print('saved', 6 * 7)"
+    job = start(lab, tmp_path / "jupyter", "--time=3", "--signal=B:USR1@70")
+    page = notebook(tmp_path / "jupyter" / "long.ipynb", text)
+    server = Server(job)
+    url = server.url.replace("8888", str(server.port))
+    with browse(lab, server.node, url, "jupyter/long.ipynb", "--until", "begun") as process:
+        assert_done(process)
+        server.assert_nothing_left()
+    assert "the time limit is near: this job ends in" in job.log and "shutting down" in job.log
+    assert job.shown["JobState"] == "COMPLETED", "it ended by itself, before SLURM had to"
+    assert "begun\nsaved 42\n" in outputs(page)[0] and "KeyboardInterrupt" in outputs(page)[0]
+
+
+@pytest.mark.parametrize("how", ["down", pytest.param("power", marks=pytest.mark.faults)])
+def test_node_taken_away(lab: Lab, tmp_path: Path, how: str) -> None:
+    """A job whose node is taken away, or loses its power, starts again where it can; the old token is gone."""
+    first = Server(start(lab, tmp_path / "jupyter"))
+    down = ["scontrol", "update", f"NodeName={first.node}", "State=DOWN", "Reason=test"]
+    try:
+        if how == "down":  # by its administrators
+            lab.run(down, cwd="/", user="root", check=True)
+        else:
+            lab.stop(first.node)
+            for pid in [*first.job.processes(), *find_stepd(lab, first.job)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: first.ask(token=first.token).find("refused") >= 0, 60, "the end of the first server")
+        wait_until(lambda: first.job.log.count("JupyterLab is ready") == 2, 180, "a second start")
+        second = Server(first.job)
+        assert how == "down" or second.node != first.node
+        assert second.token != first.token and first.token not in second.text
+        assert second.ask(token=first.token) == "403"
+        if how == "down":
+            first.assert_node_clean()
+        second.job.cancel()
+        second.assert_nothing_left()
+    finally:
+        if how == "power":
+            lab.start(first.node)
+        lab.wait_for_node(first.node, "idle", "mixed", "allocated")
+
+
+def find_stepd(lab: Lab, job: Job) -> list[int]:
+    """Return the ids of the slurmstepd of a job."""
+    return [pid for pid, line in lab.processes().items() if line.startswith("slurmstepd") and f"[{job.id}." in line]
+
+
+def test_settings_of_a_guide(lab: Lab, tmp_path: Path) -> None:
+    """A token that others can guess, copied from a guide into the user's settings or environment, opens nothing."""
+    own = Path(lab.home, ".jupyter")
+    lab.run(["mkdir", "-p", str(own)], cwd="/", check=True)
+    text = f"c.IdentityProvider.token = c.ServerApp.token = '{lab.user}'\nc.ServerApp.ip = '0.0.0.0'\n"
+    text += f"c.PasswordIdentityProvider.hashed_password = '{HASHED}'\nc.KernelManager.transport = 'tcp'\n"
+    site = Path(lab.home, ".local", "etc", "jupyter")
+    lab.run(["mkdir", "-p", str(site)], cwd="/", check=True)
+    for folder in (own, site):
+        for name in ("jupyter_server_config", "jupyter_lab_config"):
+            lab.run(["sh", "-c", f"cat >{folder}/{name}.py"], cwd="/", input=text, check=True)
+    try:
+        server = Server(start(lab, tmp_path / "jupyter", JUPYTER_TOKEN=lab.user))
+        assert server.ask(token=lab.user) == "403" and server.ask(token=server.token) == "200"
+        assert server.listening() == {f"0100007F:{server.port:04X}"}
+        server.job.cancel()
+        server.assert_nothing_left()
+    finally:
+        lab.run(["rm", "-r", str(own), str(site)], cwd="/", check=True)
+
+
+def test_bad_input(lab: Lab, tmp_path: Path) -> None:
+    """Each mistake is one line in the log, and the job fails at once."""
+    folder = tmp_path / "jupyter"
+    plain = tmp_path / "plain"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(plain)], check=True)
+    cases: dict[str, Mapping[str, str]] = {
+        "LISTEN=all: must be loopback or node": {"LISTEN": "all"},
+        "LOGIN=cluster: must be USER@HOST": {"LOGIN": "cluster"},
+        "there is no folder nowhere": {"FOLDER": "nowhere"},
+        f"there is no {tmp_path}/none/bin/python": {"VENV": f"{tmp_path}/none"},
+        "it has no jupyterlab": {"VENV": str(plain)},
+    }
+    jobs = {text: start(lab, folder, "--cpus-per-task=1", **variables) for text, variables in cases.items()}
+    for text, job in jobs.items():
+        assert_refused(job, text)
+
+
+# What a notebook that trains prints, by the example whose environment has what it needs: the README's cell for it, and
+# one that the README says does not work.
+TRAINING = {
+    "ddp_spawn": ("# PyTorch", "sum over all processes: 3.0", "mp.spawn(work, (2, port), nprocs=2)", "ProcessExited"),
+    "lightning": ("# Lightning", "processes: 2", "L.Trainer(accelerator='cpu', devices=2, strategy='ddp')", "Misconf"),
+    "lora": ("# accelerate", "processes: 2", "raise ValueError('only this cell')", "only this cell"),
+}
+
+
+@pytest.mark.only(*TRAINING)
+def test_training_from_a_notebook(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """The README's launchers work in a notebook inside an allocation, or fail as it says; so do `!...` and sbatch."""
+    title, printed, wrong, error = TRAINING[example]
+    cell = next(text for text in readme.fences(FOLDER / "README.md", "python") if text.startswith(title))
+    copied = copy_example(source, tmp_path / "project")
+    hand_over(tmp_path)
+    server = Server(start(lab, tmp_path / "jupyter", "--nodelist=node1"))
+    local = shlex.join(LAUNCHERS[example].command(2))
+    submitted = f"!sbatch --parsable {shlex.join(two_processes(source))} run.slurm --epochs 1"
+    cells = [cell, f"%cd ../project\n!{local} --epochs 1", submitted, wrong]
+    page = notebook(tmp_path / "jupyter" / "train.ipynb", *cells)
+    url = server.url.replace("8888", str(server.port))
+    with browse(lab, server.node, url, "jupyter/train.ipynb") as process:
+        assert_done(process)
+        wait_until(lambda: outputs(page)[2], 30, "the saved notebook")
+    found = outputs(page)
+    assert printed in found[0] and "finished: " in found[1] and error in found[3], found
+    job = Job(lab, example, copied, found[2].strip())
+    assert_completed(job, 1, processes=2)
+    server.job.cancel()
