@@ -46,8 +46,8 @@ def main() -> int:
     server = Server(args)
     try:
         server.start()
-        write_connect(args, server)
-        watch(args.private, server)
+        write_connect(server)
+        watch(server)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut this short
         args.connect.unlink(missing_ok=True)  # first: the token is worthless from now on
@@ -219,8 +219,9 @@ def make_certificate(server: Server) -> Path:
     return server.private / "cert.pem"
 
 
-def write_connect(args: argparse.Namespace, server: Server) -> None:
-    """Write how to connect to a file for the owner's eyes, and to the log all of that but the token."""
+def write_connect(server: Server) -> None:
+    """Write how to connect to a file for the owner's eyes only, and its name to the log."""
+    args = server.args
     scheme, way = "http", f"-J {args.login} {args.login.partition('@')[0]}@{server.node}"
     if server.certificate:
         scheme, way = "https", args.login
@@ -237,7 +238,6 @@ def write_connect(args: argparse.Namespace, server: Server) -> None:
     if server.certificate:
         lines += [f"   It warns of an unknown certificate. Accept it if this is its SHA-256: {fingerprint(server)}"]
     lines += ["", "If 8888 is already in use there, take 8889 in both places.", f"To end the job:  scancel {job}", ""]
-    args.connect.unlink(missing_ok=True)  # of an earlier start of this job
     with open(os.open(args.connect, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write("\n".join(lines))
     say(f"JupyterLab is ready on {server.node}. How to open it:  cat {args.connect.resolve()}")
@@ -249,9 +249,9 @@ def fingerprint(server: Server) -> str:
     return ":".join(digest[i : i + 2] for i in range(0, len(digest), 2))
 
 
-def watch(private: Path, server: Server) -> None:
+def watch(server: Server) -> None:
     """Wait for the end: of the server, of the job (run.slurm writes when to `ends`), or at once (`stop`)."""
-    end = interrupted = None
+    private, end, interrupted = server.private, None, False
     while server.process.poll() is None and not (private / "stop").exists():
         if end is None and (private / "ends").exists():
             end = int((private / "ends").read_text())

@@ -383,10 +383,11 @@ def test_same_text_in_run_slurm(part: str) -> None:
     assert all(len(texts) == 1 for texts in found) and len({texts[0] for texts in found}) == 1, found
 
 
-def test_same_in_image() -> None:
-    """jupyter/run.slurm enters an image by the function that the examples have."""
-    function = re.compile(r"^in_image\(\) {.*?^export -f in_image", re.MULTILINE | re.DOTALL)
-    one, other = (function.findall((ROOT / name / "run.slurm").read_text()) for name in ("jupyter", "examples/lora"))
+@pytest.mark.parametrize("name", ["in_image", "wait_for"])
+def test_same_functions_in_jupyter(name: str) -> None:
+    """jupyter/run.slurm enters an image, and waits in spite of signals, by the functions that the examples have."""
+    function = re.compile(rf"^{name}\(\) {{.*?^}}$", re.MULTILINE | re.DOTALL)
+    one, other = (function.findall((ROOT / place / "run.slurm").read_text()) for place in ("jupyter", "examples/lora"))
     assert len(one) == 1 and one == other
 
 

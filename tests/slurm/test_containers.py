@@ -5,7 +5,6 @@ debootstrap has made, since there is no registry of images here, and the image i
 """
 
 import pwd
-import re
 import shlex
 import shutil
 import subprocess
@@ -35,6 +34,7 @@ from tests.harness.jobs import (
     two_processes,
 )
 from tests.harness.launchers import ROOT, copy_example
+from tests.harness.notebooks import Server, start
 from tests.harness.runs import Reference
 
 pytestmark = [pytest.mark.slurm, pytest.mark.faults]
@@ -138,17 +138,10 @@ def test_notebook(example: str, source: Path, lab: Lab, image: Path, tmp_path: P
     for command in (command for command in commands if command.startswith("apptainer")):
         done = lab.run(shlex.split(command), "node1", folder, local, timeout=600)
         assert done.returncode == 0, done.stderr[-2000:]
-    job = submit(lab, "jupyter", folder, IMAGE="example.sif", VENV=".venv")
-    job.wait_for_line("JupyterLab is ready")
-    connect = folder / f"connect-{job.id}.txt"
-    text = connect.read_text()
-    port, token = re.search(r":(\d+) ", text)[1], re.search(r"token=(\w+)", text)[1]
-    node = job.shown["NodeList"]
-    for key, status in ((token, "200"), ("other", "403")):
-        words = ["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", "-H", f"Authorization: token {key}"]
-        assert lab.run([*words, f"http://127.0.0.1:{port}/api/status"], node, "/").stdout == status
-    job.cancel()
-    assert not connect.exists()
+    server = Server(start(lab, folder, IMAGE="example.sif", VENV=".venv"))
+    assert (server.ask(token=server.token), server.ask(), server.ask(token=lab.user)) == ("200", "403", "403")
+    server.job.cancel()
+    server.assert_nothing_left()
 
 
 LOOK = """

@@ -18,11 +18,11 @@ import pytest
 
 from lab import Lab
 from tests.harness import browser, readme
-from tests.harness.jobs import Job, assert_completed, assert_refused, hand_over, submit, two_processes
+from tests.harness.jobs import Job, assert_completed, assert_refused, hand_over, two_processes
 from tests.harness.launchers import LAUNCHERS, ROOT, copy_example
+from tests.harness.notebooks import ASK, FOLDER, Server, start
 from tests.harness.processes import wait_until
 
-FOLDER = ROOT / "jupyter"
 HEAD, NOBODY = "head", 65534
 needs = ("sshd", "openssl")
 missing = [name for name in needs if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")]
@@ -30,71 +30,6 @@ missing += [] if browser.PROGRAM else ["chromium"]
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")]
 
 HASHED = "sha1:67c9e60bb8b6:9ffede0825894254b2e042ea597d771089e11aed"  # of the password "sesame"
-# Asks for a path of a server without being sent elsewhere; prints the status, or why there is none.
-ASK = """
-import ssl, sys, urllib.error, urllib.request
-address, token = sys.argv[1:]
-class Stay(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_):
-        return None
-handlers = [urllib.request.HTTPSHandler(context=ssl._create_unverified_context()), Stay]
-request = urllib.request.Request(address, headers={"Authorization": f"token {token}"} if token else {})
-try:
-    print(urllib.request.build_opener(*handlers).open(request, timeout=20).status)
-except urllib.error.HTTPError as error:
-    print(error.code)
-except OSError as error:
-    print(error)
-"""
-
-
-class Server:
-    """A job of jupyter/run.slurm that has started: what it tells its owner, and who gets an answer from it."""
-
-    def __init__(self, job: Job) -> None:
-        self.job, self.lab = job, job.lab
-        job.wait_for_line("JupyterLab is ready")
-        self.connect = Path(re.findall(r"How to open it:  cat (\S+)$", job.log, re.MULTILINE)[-1])
-        self.text = self.connect.read_text()
-        self.tunnel = re.search(r"^ +(ssh .*)$", self.text, re.MULTILINE)[1]
-        self.url = re.search(r"^ +(https?://127.0.0.1:8888/lab\?token=\w+)$", self.text, re.MULTILINE)[1]
-        self.scheme, self.token = self.url.partition(":")[0], self.url.partition("token=")[2]
-        self.address, port = re.search(r"-L 8888:([\d.]+):(\d+) ", self.tunnel).groups()
-        self.port = int(port)
-        self.node = self.job.shown["NodeList"]
-        lines = [line for pid, line in self.lab.processes(self.node).items() if pid in self.job.processes()]
-        self.private = next(filter(None, (re.search(r"--private=(/dev/shm/jupyter-\w+) ", line) for line in lines)))[1]
-
-    def ask(self, path: str = "api/status", token: str = "", node: str = "", uid: int = 0, address: str = "") -> str:
-        """Return the status, or the error, that a user of a node gets as an answer: by default the job's owner."""
-        words = ["setpriv", f"--reuid={uid or self.lab.uid}", "--clear-groups", sys.executable, "-c", ASK]
-        url = f"{self.scheme}://{address or self.address}:{self.port}/{path}"
-        return self.lab.run([*words, url, token], node or self.node, "/", user="root").stdout.strip()
-
-    def listening(self) -> set[str]:
-        """Return the addresses and ports on which programs of the job's owner listen on its node."""
-        text = self.lab.run(["cat", "/proc/net/tcp", "/proc/net/tcp6"], self.node, "/").stdout
-        rows = [line.split() for line in text.splitlines()]
-        return {row[1] for row in rows if row[3] == "0A" and row[7] == str(self.lab.uid)}
-
-    def assert_nothing_left(self) -> None:
-        """Check that the job's node has no process, port or file of it any more, and that nobody finds a token."""
-        self.job.wait()
-        assert not self.connect.exists()
-        self.assert_node_clean()
-        assert self.token not in self.job.log
-
-    def assert_node_clean(self) -> None:
-        """Check that the server's private folder on its node is gone, and that nothing answers at its port."""
-        assert self.lab.run(["ls", self.private], self.node, "/").returncode == 2
-        assert "refused" in self.ask(token=self.token)
-
-
-def start(lab: Lab, folder: Path, *options: str, **variables: str) -> Job:
-    """Submit a copy of jupyter/run.slurm."""
-    if not folder.exists():
-        shutil.copytree(FOLDER, folder)
-    return submit(lab, "jupyter", folder, options=options, **variables)
 
 
 def notebook(path: Path, *cells: str) -> Path:
@@ -223,10 +158,9 @@ def test_only_for_its_owner(lab: Lab, ssh: None, tmp_path: Path) -> None:
             assert not seen_by_others(lab, "node1", server.token)
         # The search finds what there is to find: a file, and a command line.
         lab.run(["sh", "-c", f"umask 022; echo {one.token} >/tmp/visible"], "node1", "/", check=True)
-        with running(lab.command(["sh", "-c", "sleep 100", one.token], "node1", "/")):
-            wait_until(
-                lambda: "/cmdline" in seen_by_others(lab, "node1", one.token), 20, "the command line to be found"
-            )
+        wait = [sys.executable, "-c", "import time; time.sleep(100)", one.token]
+        with running(lab.command(wait, "node1", "/")):
+            wait_until(lambda: "/cmdline" in seen_by_others(lab, "node1", one.token), 20, "the found command line")
             assert seen_by_others(lab, "node1", one.token).startswith("/tmp/visible")
         lab.run(["rm", "/tmp/visible"], "node1", "/", check=True)
         for server in (one, two):
@@ -267,8 +201,7 @@ def test_time_limit(lab: Lab, tmp_path: Path) -> None:
     job = start(lab, tmp_path / "jupyter", "--time=3", "--signal=B:USR1@70")
     page = notebook(tmp_path / "jupyter" / "long.ipynb", text)
     server = Server(job)
-    url = server.url.replace("8888", str(server.port))
-    with browse(lab, server.node, url, "jupyter/long.ipynb", "--until", "begun") as process:
+    with browse(lab, server.node, server.local_url, "jupyter/long.ipynb", "--until", "begun") as process:
         assert_done(process)
         server.assert_nothing_left()
     assert "the time limit is near: this job ends in" in job.log and "shutting down" in job.log
@@ -369,10 +302,9 @@ def test_training_from_a_notebook(example: str, source: Path, lab: Lab, tmp_path
     submitted = f"!sbatch --parsable {shlex.join(two_processes(source))} run.slurm --epochs 1"
     cells = [cell, f"%cd ../project\n!{local} --epochs 1", submitted, wrong]
     page = notebook(tmp_path / "jupyter" / "train.ipynb", *cells)
-    url = server.url.replace("8888", str(server.port))
-    with browse(lab, server.node, url, "jupyter/train.ipynb") as process:
+    with browse(lab, server.node, server.local_url, "jupyter/train.ipynb") as process:
         assert_done(process)
-        wait_until(lambda: outputs(page)[2], 30, "the saved notebook")
+        wait_until(lambda: outputs(page)[-1], 30, "the saved notebook")  # it has been saved before, without the last
     found = outputs(page)
     assert printed in found[0] and "finished: " in found[1] and error in found[3], found
     job = Job(lab, example, copied, found[2].strip())
