@@ -198,11 +198,12 @@ def test_listen_on_node(lab: Lab, ssh: None, tmp_path: Path) -> None:
 def test_time_limit(lab: Lab, tmp_path: Path) -> None:
     """Near the time limit the log says so; a running cell is interrupted, and what it then prints is saved."""
     text = "import time\ntry:\n    print('begun')\n    time.sleep(600)\nfinally:\n    print('saved', 6 * 7)"
-    job = start(lab, tmp_path / "jupyter", "--time=3", "--signal=B:USR1@70")
+    job = start(lab, tmp_path / "jupyter", "--signal=B:USR1@70")
     page = notebook(tmp_path / "jupyter" / "long.ipynb", text)
     server = Server(job)
     with browse(lab, server.node, server.local_url, "jupyter/long.ipynb", "--until", "begun") as process:
         assert_done(process)
+        job.limit_time(65)
         server.assert_nothing_left()
     assert "the time limit is near: this job ends in" in job.log and "shutting down" in job.log
     assert job.shown["JobState"] == "COMPLETED", "it ended by itself, before SLURM had to"
