@@ -19,6 +19,7 @@ than the folders benchmarks/ and examples/, and matplotlib.
 import argparse
 import contextlib
 import csv
+import ctypes
 import inspect
 import multiprocessing
 import os
@@ -179,6 +180,10 @@ def loop(rank: int, processes: int, bf16: bool, meeting: str, barrier: Barrier, 
         model = DistributedDataParallel(model)
         loader = DataLoader(PerImage(train_set), BATCH, sampler=sampler, num_workers=4, drop_last=True)
     else:
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "gnu_get_libc_version"):  # freed memory stays with the process, as in the examples
+            libc.mallopt(-3, 2**30)
+            libc.mallopt(-1, 2**31 - 1)
         torch.set_num_threads(1)
         loader = DataLoader(train_set, sampler=BatchSampler(sampler, BATCH, drop_last=True), batch_size=None)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -217,7 +222,8 @@ def throughput(args: argparse.Namespace) -> None:
 
     Synthetic 28x28 images, the ConvNet, batch 64 per process, AdamW, two epochs, of which the second counts:
 
-    bare     N independent processes with one thread each: same model, data and batches, no process group
+    bare     N independent processes with one thread each: same model, data, batches and settings of malloc, no process
+             group
     NAME     examples/NAME/train.py with N processes of one thread, started by the command of its README; in another
              environment, made as that README says, with --venv NAME=FOLDER
     classic  what the published guides do: PIL images and per-image transforms in 4 loader workers per process, default

@@ -8,6 +8,7 @@ If a process dies or hangs, the others end with an error too; --resume then cont
 """
 
 import argparse
+import ctypes
 import errno
 import fcntl
 import functools
@@ -215,12 +216,21 @@ def check_gpus():
 
 def prepare_process(args):
     """Make this process end when its launcher does; print lines immediately; set up Gloo; silence a warning."""
+    keep_memory()
     threading.Thread(target=exit_with_parent, daemon=True).start()
     sys.stdout.reconfigure(line_buffering=True)
     if args.processes == args.world_size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works even if the host name cannot be resolved
     # DDP warns about the strides of conv1's gradient. It is harmless: with one channel, both memory layouts are equal.
     warnings.filterwarnings("ignore", "Grad strides")
+
+
+def keep_memory():
+    """Have glibc keep the memory of freed tensors for the next step: returning it each time costs up to a fifth."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):  # other C libraries do not have these two settings
+        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: also blocks of up to 1 GB are kept
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: up to 2 GB of them
 
 
 def exit_with_parent():
