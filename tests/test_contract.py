@@ -110,13 +110,14 @@ def test_another_learning_rate(example: str, folder: Path, reference: Reference)
 def test_killed_twice(example: str, folder: Path, reference: Reference) -> None:
     """SIGKILL to one process, then to all, at two random moments, and --resume: the same bits, no row twice or missing.
 
-    Beyond the launch patterns, a train.py that can stop at a step is asked to, in the place of the second SIGKILL.
+    Beyond the launch patterns, the second is enough, and a train.py that can stop at a step is asked to, instead.
     The last run has listed its imports: torchvision, which takes seconds, is one only if the framework needs it. Nor is
     torch where another framework trains: users of that need not have it.
     """
-    asked = LAUNCHERS[example].stops_at_a_step and not LAUNCHERS[example].pattern
-    second = runs.ask_to_stop if asked else runs.kill_all
-    run = runs.kill_and_resume(example, folder, reference, [runs.kill_one, second])
+    interruptions = [runs.kill_one, runs.kill_all]
+    if not LAUNCHERS[example].pattern:
+        interruptions = [runs.ask_to_stop if LAUNCHERS[example].stops_at_a_step else runs.kill_all]
+    run = runs.kill_and_resume(example, folder, reference, interruptions)
     imports = set(re.findall(r"\| +([\w.]+)$", run.stderr, re.MULTILINE))
     assert imports & {"torch.distributed", "tensorflow.python"}, "the list of imports is missing"
     assert ("torchvision" in imports, "torch" in imports) == (
@@ -167,7 +168,7 @@ def test_three_processes(example: str, folder: Path) -> None:
 @pytest.mark.clause("convnet")
 @pytest.mark.clause("pytorch")
 def test_bf16_and_order(example: str, folder: Path, reference: Reference) -> None:
-    """bf16 ends within one point of fp32's accuracy, with other weights, which it leaves in fp32.
+    """After two epochs bf16 is within one point of fp32's accuracy, with another loss; the weights are left in fp32.
 
     It sees the samples in the order that all examples share: DistributedSampler's, seeded with --seed, new each epoch.
     """
@@ -175,18 +176,18 @@ def test_bf16_and_order(example: str, folder: Path, reference: Reference) -> Non
     line = "        batch = self.images[indices]"
     note = f"        print(*indices, file=open('seen-%d-%d' % (len(self), {rank}), 'a'))\n"
     edits.edit(folder / "common" / "data.py", line, note + line)
-    runs.train(example, folder, 2, "--precision", "bf16")
+    epochs = 2  # processors without bf16 imitate it, and take long
+    runs.train(example, folder, 2, "--precision", "bf16", "--epochs", epochs)
     for rank in range(2):
-        expected = [indices for epoch in range(EPOCHS) for indices in samples.batches(1438, rank, 2, 64, epoch)]
+        expected = [indices for epoch in range(epochs) for indices in samples.batches(1438, rank, 2, 64, epoch)]
         lines = (folder / f"seen-1438-{rank}").read_text().splitlines()
         assert [[int(word) for word in line.split()] for line in lines] == expected
     evaluated = [int(word) for rank in range(2) for word in (folder / f"seen-359-{rank}").read_text().split()]
-    assert sorted(evaluated) == sorted(list(range(359)) * EPOCHS)
-    weights = outputs.read_model(folder / "output")
-    assert all(weight.dtype == torch.float32 for weight in weights.values())
-    assert outputs.largest_difference(weights, outputs.read_model(reference.output)) > 1e-4
-    bf16, fp32 = (outputs.read_metrics(output)[-1]["test_accuracy"] for output in (folder / "output", reference.output))
-    assert abs(bf16 - fp32) <= 0.01
+    assert sorted(evaluated) == sorted(list(range(359)) * epochs)
+    assert all(weight.dtype == torch.float32 for weight in outputs.read_model(folder / "output").values())
+    bf16, fp32 = (outputs.read_metrics(output)[epochs - 1] for output in (folder / "output", reference.output))
+    assert abs(bf16["test_accuracy"] - fp32["test_accuracy"]) <= 0.01
+    assert abs(bf16["train_loss"] - fp32["train_loss"]) > 1e-5
 
 
 @pytest.mark.pattern
@@ -204,7 +205,7 @@ def test_exception_in_one_worker(example: str, folder: Path) -> None:
     assert not (folder / "output" / LAUNCHERS[example].model).exists()
 
 
-@pytest.mark.pattern
+@pytest.mark.thorough
 def test_one_worker_hangs(example: str, folder: Path, reference: Reference) -> None:
     """A worker that stops answering: the others give up after --timeout, and the run ends non-zero.
 

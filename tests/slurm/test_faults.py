@@ -145,8 +145,8 @@ FAULTS = {
     "preempted": Fault(lambda job: job.lab.requeue(job.id), recovers=True, asked=True, elsewhere=True),
     "network of a node lost": Fault(cut, recovers=None, sleep=30, ordinary=True),
     "`slurmd` of a node stopped": Fault(stop_slurmd, recovers=True, sleep=30),
-    "disk full": Fault(fill, "cannot write .*No space left", make_room, ordinary=True),
-    "checkpoint truncated": Fault(truncate, "is damaged", move_away, restarts=True, ordinary=True),
+    "disk full": Fault(fill, "cannot write .*No space left", make_room),
+    "checkpoint truncated": Fault(truncate, "is damaged", move_away, restarts=True),
     "output folder removed": Fault(remove_output, "cannot write .*No such file", retried=True, restarts=True),
 }
 CELLS = [pytest.param(fault, marks=[pytest.mark.faults] * (not row.ordinary)) for fault, row in FAULTS.items()]

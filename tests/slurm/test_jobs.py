@@ -67,7 +67,7 @@ def test_broken_scripts(example: str, source: Path, lab: Lab, tmp_path: Path) ->
             assert_completed(job, 1)
 
 
-@pytest.mark.thorough
+@pytest.mark.faults
 def test_no_progress(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A job that gets no epoch done before its time limit comes near is requeued once only, and says what to do."""
     folder = copy_example(source, tmp_path / example)

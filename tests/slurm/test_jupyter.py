@@ -195,6 +195,7 @@ def test_listen_on_node(lab: Lab, ssh: None, tmp_path: Path) -> None:
     server.assert_nothing_left()
 
 
+@pytest.mark.faults
 def test_time_limit(lab: Lab, tmp_path: Path) -> None:
     """Near the time limit the log says so; a running cell is interrupted, and what it then prints is saved."""
     text = "import time\ntry:\n    print('begun')\n    time.sleep(600)\nfinally:\n    print('saved', 6 * 7)"
@@ -291,6 +292,7 @@ TRAINING = {
 }
 
 
+@pytest.mark.pattern
 @pytest.mark.only(*TRAINING)
 def test_training_from_a_notebook(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """The README's launchers work in a notebook inside an allocation, or fail as it says; so do `!...` and sbatch."""
