@@ -109,7 +109,7 @@ def train(session: nox.Session) -> None:
 @every_example
 def smoke(session: nox.Session, example: str) -> None:
     """Copy each example out of the repository, run its README's command and its tests there, on CPU over Gloo."""
-    run_tests(session, example, "not slurm and not faults", at_once=2)
+    run_tests(session, example, "not slurm and not faults and not gpu", at_once=2)
 
 
 @nox.session
@@ -119,6 +119,15 @@ def slurm(session: nox.Session, example: str) -> None:
     if reason := ours("lab").why_not():
         session.skip(reason)
     run_tests(session, example, "slurm and not faults", at_once=3)
+
+
+@nox.session
+@every_example
+def gpu(session: nox.Session, example: str) -> None:
+    """Train each example on this machine's GPUs, resume it, and compare it with a run on the CPU (NVIDIA only)."""
+    if not shutil.which("nvidia-smi"):
+        session.skip("there is no nvidia-smi: it needs a machine with NVIDIA GPUs")
+    run_tests(session, example, "gpu", at_once=1)
 
 
 @nox.session

@@ -23,7 +23,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     That takes minutes. So only test_default_run does so in `nox -s smoke`, the others in `nox -s faults`.
     """
-    if metafunc.function in (test_readme_and_requirements, test_on_gpus):
+    if metafunc.function is test_readme_and_requirements:
         return
     rows = [pytest.param(None, id=pytest.HIDDEN_PARAM)]
     for example, row in SECOND_LAUNCHERS.items():
@@ -353,13 +353,3 @@ def test_readme_and_requirements(example: str, source: Path) -> None:
     assert " ".join(LAUNCHERS[example].command(2)) in local.splitlines()
     for line in (source / "requirements.txt").read_text().splitlines():
         assert re.match(r"[a-z-]+==[\d.]+( |$)", line), line
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the NCCL path is not tested here")
-@pytest.mark.clause("gpus")
-def test_on_gpus(example: str, folder: Path) -> None:
-    """Where there are GPUs: one process on each, NCCL, and the run learns."""
-    count = torch.cuda.device_count()
-    run = runs.train(example, folder, count, CUDA_VISIBLE_DEVICES=",".join(map(str, range(count))))
-    assert "nccl on cuda" in run.stdout
-    assert LAUNCHERS[example].has_learnt(outputs.read_metrics(folder / "output")[-1], tolerance=0.01)
