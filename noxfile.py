@@ -138,25 +138,27 @@ def faults(session: nox.Session, example: str) -> None:
 
 
 def measure(session: nox.Session, *arguments: str) -> None:
-    """Install what all examples of PyTorch need together, and run benchmarks/measure.py."""
+    """Install what all examples of PyTorch need together, and run a module of benchmarks/."""
     for example in EXAMPLES:
         if uses_torch(ROOT / "examples" / example):
             install(session, ROOT / "examples" / example)
     session.install("-r", "tests/requirements.txt", "-r", "benchmarks/requirements.txt")
-    session.run("python", "-m", "benchmarks.measure", *arguments)
+    session.run("python", "-m", *arguments)
 
 
 @nox.session
 def compare(session: nox.Session) -> None:
     """Train with every example and compare weights, losses and costs: results/local.* (`-- --slurm`: job.*)."""
     arguments = [word for word in session.posargs if word != "--slurm"]
-    measure(session, "job" if "--slurm" in session.posargs else "local", *arguments)
+    measure(session, "benchmarks.measure", "job" if "--slurm" in session.posargs else "local", *arguments)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure every example at 1 and 2 processes against a bare loop, on an idle machine: results/throughput.*."""
-    measure(session, "throughput", *session.posargs)
+    """Measure every example against a bare loop, on an idle machine (`-- --peers`: against public scripts)."""
+    arguments = [word for word in session.posargs if word != "--peers"]
+    module = ["benchmarks.peers"] if "--peers" in session.posargs else ["benchmarks.measure", "throughput"]
+    measure(session, *module, *arguments)
 
 
 def left_out(copy: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""What benchmarks/measure.py has measured, as CSV, as a Markdown table and as a picture. It needs matplotlib only."""
+"""What the modules beside it have measured, as CSV, as a Markdown table and as a picture. It needs matplotlib only."""
 
 import csv
 import statistics
@@ -24,10 +24,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one run was: a row of throughput.csv or scaling.csv."""
+    """How fast one run was: a row of throughput.csv, scaling.csv or peers.csv."""
 
-    name: str  # an example, "bare" or "classic"
-    scaling: str  # "weak" or "strong"; in throughput.csv empty
+    name: str  # an example, "bare", "classic", or a public script
+    scaling: str  # "weak" or "strong"; only in scaling.csv
     nodes: int
     processes: int  # of all nodes
     batch_size: int  # of each process
@@ -97,6 +97,11 @@ def median(rounds: Sequence[Speed]) -> float:
     return statistics.median(speed.samples_per_second for speed in rounds)
 
 
+def spread(ratios: Sequence[float]) -> str:
+    """Return the median of some ratios, and the smallest and the largest, as a cell."""
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
 def speed_cells(speeds: Sequence[Speed]) -> list[dict[str, str]]:
     """Return the rows of the table: medians, how well they scale, and the ratios to the bare loop of the same round."""
     bare = {(one.precision, one.processes, one.round): one.samples_per_second for one in speeds if one.name == "bare"}
@@ -117,7 +122,7 @@ def speed_cells(speeds: Sequence[Speed]) -> list[dict[str, str]]:
                 "to bare": "",
             }
             if ratios:
-                cells["to bare"] = f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
+                cells["to bare"] = spread(ratios)
             rows.append(cells)
     return rows
 
@@ -147,9 +152,10 @@ def draw_speeds(speeds: Sequence[Speed], path: Path, caption: str = "") -> None:
     finish(speed_cells(speeds), figure, path, caption)
 
 
-def finish(rows: Sequence[Mapping[str, str]], figure: Figure, path: Path, caption: str) -> None:
-    """Write the table and the picture beside the CSV file `path`, and print the table."""
+def finish(rows: Sequence[Mapping[str, str]], figure: Figure | None, path: Path, caption: str) -> None:
+    """Write the table, and the picture if there is one, beside the CSV file `path`, and print the table."""
     path.with_suffix(".md").write_text(f"{caption}\n\n{table(rows)}".lstrip())
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=100)
-    print(f"\n{table(rows)}\n{path.parent}: {path.stem}.csv, {path.stem}.md, {path.stem}.png")
+    if figure:
+        figure.tight_layout()
+        figure.savefig(path.with_suffix(".png"), dpi=100)
+    print(f"\n{table(rows)}\n{path.parent}: {path.stem}.csv, {path.stem}.md{f', {path.stem}.png' * bool(figure)}")
