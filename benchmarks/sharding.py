@@ -92,7 +92,7 @@ def measure_fsdp(folder: Path, shape: list[str]) -> dict[str, float]:
     found["peak, saving"] = growth(save)
     dist.barrier()  # rank 0 may still be writing run.json
     checkpoint = json.loads((folder / "checkpoint" / "run.json").read_text())
-    found["peak, loading"] = growth(lambda: train.load_shards(args, checkpoint, model, optimizer, args.lr))
+    found["peak, loading"] = growth(lambda: train.load_shards(args, checkpoint, model, optimizer))
     options = train.StateDictOptions(full_state_dict=True, cpu_offload=True)
     found["peak, model.pt"] = growth(lambda: train.get_model_state_dict(model, options=options))
     return found

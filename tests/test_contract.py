@@ -107,6 +107,34 @@ def test_another_learning_rate(example: str, folder: Path, reference: Reference)
     assert outputs.largest_difference(weights, before) == 0
 
 
+@pytest.mark.thorough
+def test_scaled_learning_rate(example: str, folder: Path) -> None:
+    """2 processes with --scale-lr linear take the steps of twice the --lr, with sqrt of 2**0.5 times, to the bit.
+
+    In each step the optimizer has the rate that the README promises: it rises along a line in the first steps of the
+    run, also of one that was killed in them and resumed, and then stays, or falls along a schedule of the example's.
+    """
+    edits.note_rates(folder, LAUNCHERS[example])
+    exact = 0 if LAUNCHERS[example].pytorch else 1e-6  # TensorFlow keeps the rate as a 32-bit number
+    words = "--epochs 2 --warmup-steps 1000 --output-dir"
+    killed = runs.start(example, folder, 2, *f"{words} killed --scale-lr linear --lr 0.0005".split())
+    killed.read_until("epoch  1/")
+    runs.kill_all(example, killed)
+    runs.train(example, folder, 2, *f"{words} killed --scale-lr linear --lr 0.0005 --resume".split())
+    rates = edits.noted_rates(folder)
+    assert len(rates) >= 18
+    assert rates == pytest.approx([0.001 * ((step + 1) / 1001) for step in range(len(rates))], rel=exact, abs=0)
+    runs.train(example, folder, 2, *f"{words} plain --lr 0.001".split())
+    assert edits.noted_rates(folder) == rates
+    outputs.assert_same_run(folder / "killed", folder / "plain")
+
+    words = "--scale-lr sqrt --lr 0.0005 --warmup-steps 3 --epochs 1"
+    runs.train(example, folder, 2, *words.split())
+    rates, scaled = edits.noted_rates(folder), 0.0005 * 2**0.5
+    assert rates[:4] == pytest.approx([scaled * (step + 1) / 4 for step in range(4)], rel=exact, abs=0)
+    assert len(rates) >= 9 and max(rates) == rates[3]
+
+
 def test_killed_twice(example: str, folder: Path, reference: Reference) -> None:
     """SIGKILL to one process, then to all, at two random moments, and --resume: the same bits, no row twice or missing.
 
@@ -143,7 +171,7 @@ def test_three_processes(example: str, folder: Path) -> None:
     order in which gradients are added counts: a resumed run keeps it.
     """
     precision = "fp64" if LAUNCHERS[example].fp64 else "fp32"
-    three, one = "--batch-size 32 --lr 0.0005 --scale-lr", "--batch-size 96 --lr 0.0015"
+    three, one = "--batch-size 32 --lr 0.0005 --scale-lr linear", "--batch-size 96 --lr 0.0015"
     for processes, arguments in (
         (3, f"{three} --epochs 2 --output-dir whole"),
         (3, f"{three} --epochs 1 --output-dir resumed"),
@@ -288,6 +316,9 @@ def test_bad_arguments(example: str, folder: Path) -> None:
         "--epochs -1": ["--epochs", "1 or more", "-1"],
         "--batch-size 0": ["--batch-size", "1 or more", "0"],
         "--timeout 0": ["--timeout", "1 or more", "0"],
+        "--warmup-steps -1": ["--warmup-steps", "0 or more", "-1"],
+        "--scale-lr": ["--scale-lr", "expected one argument"],
+        "--scale-lr cubic": ["--scale-lr", "'cubic'", "linear", "sqrt"],
         "--lr -1": ["--lr", "0 or more", "-1"],
         "--lr nan": ["--lr", "0 or more", "nan"],
         "--no-such-flag": ["--no-such-flag"],

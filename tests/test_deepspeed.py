@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import edits, outputs, refusals, runs
-from tests.harness.launchers import ROOT
+from tests.harness.launchers import LAUNCHERS, ROOT
 from tests.harness.processes import wait_until
 from tests.harness.runs import Reference
 
@@ -192,6 +192,21 @@ def test_bf16_with_accumulation(example: str, folder: Path) -> None:
     weights = outputs.read_model(folder / "output")
     assert {str(weight.dtype) for weight in weights.values()} == {"torch.float32"}
     assert sum(weight.numel() for weight in weights.values()) == 1_199_882
+
+
+@pytest.mark.faults
+def test_learning_rate_at_each_stage(example: str, folder: Path) -> None:
+    """At each stage the optimizer has the scaled rate of the warm-up, and takes the same steps, of two batches each."""
+    edits.note_rates(folder, LAUNCHERS[example])
+    settings = json.loads((folder / "ds_config.json").read_text()) | {"gradient_accumulation_steps": 2}
+    (folder / "own.json").write_text(json.dumps(settings))
+    words = "--deepspeed_config own.json --epochs 2 --scale-lr sqrt --warmup-steps 7"
+    for stage in range(4):
+        run = runs.train(example, folder, 2, *words.split(), "--zero-stage", stage, "--output-dir", f"output/{stage}")
+        assert "learning rate 0.00141421 from the command line" in run.stdout
+        assert edits.noted_rates(folder) == [0.001 * 2**0.5 * min(1, (step + 1) / 8) for step in range(10)]
+        weights, first = (outputs.read_model(folder / "output" / name) for name in (str(stage), "0"))
+        assert outputs.largest_difference(weights, first) < 1e-5  # stage 2 adds up the two batches in another way
 
 
 @pytest.mark.faults

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.harness import outputs, refusals, runs
-from tests.harness.launchers import MPI_AS_ROOT
+from tests.harness import edits, outputs, runs
+from tests.harness.launchers import LAUNCHERS, MPI_AS_ROOT
 from tests.harness.processes import wait_until
 from tests.harness.runs import Reference
 
@@ -91,36 +91,16 @@ def test_fp16_allreduce(example: str, folder: Path, reference: Reference) -> Non
     assert run.status != 0 and "fp16_allreduce True" in run.stderr
 
 
-def test_learning_rate(example: str, folder: Path) -> None:
-    """--scale-lr multiplies by the number of batches in a step; --warmup-epochs gets there in a straight line."""
-    script = (
-        "import argparse, train\n"
-        "def rates(**changed):\n"
-        "    args = dict(lr=0.5, scale_lr=True, warmup_epochs=0, gradient_accumulation_steps=1, world_size=4)\n"
-        "    args = argparse.Namespace(**args | changed)\n"
-        "    return [train.learning_rate(args, epoch) for epoch in (0, 0.5, 1, 2, 7.5)]\n"
-        "print(rates(scale_lr=False), rates(), sep='\\n')\n"
-        "print(rates(gradient_accumulation_steps=2), rates(warmup_epochs=2), sep='\\n')\n"
-    )
-    run = runs.Run(["python", "-c", script], folder).wait(120)
-    assert run.stdout.splitlines() == [
-        "[0.5, 0.5, 0.5, 0.5, 0.5]",
-        "[2.0, 2.0, 2.0, 2.0, 2.0]",
-        "[4.0, 4.0, 4.0, 4.0, 4.0]",
-        "[0.5, 0.875, 1.25, 2.0, 2.0]",
-    ], run.stderr
-    run = runs.Run(["python", "train.py", "--warmup-epochs", "2"], folder).wait(120)
-    refusals.assert_refused(run, 2, "--warmup-epochs", "--scale-lr")
-
-
-@pytest.mark.faults
-def test_warmup_resumed(example: str, folder: Path) -> None:
-    """A run that ends in the middle of its warm-up and is resumed has the same bits."""
-    arguments = "--scale-lr --warmup-epochs 2 --epochs {} --output-dir {}"
-    runs.train(example, folder, 2, *arguments.format(3, "whole").split())
-    runs.train(example, folder, 2, *arguments.format(1, "resumed").split())
-    runs.train(example, folder, 2, *arguments.format(3, "resumed").split(), "--resume")
-    outputs.assert_same_run(folder / "resumed", folder / "whole")
+def test_lm_learning_rate(example: str, folder: Path) -> None:
+    """train_lm.py scales and warms up, too; a step is what makes the gradients of several batches one."""
+    edits.note_rates(folder, LAUNCHERS[example])
+    (folder / "text").write_text("abc " * 500)
+    arguments = "--text-file text --context 16 --batch-size 4 --gradient-accumulation-steps 2 --epochs 2 --lr 0.001"
+    run = lm(folder, 2, f"{arguments} --scale-lr linear --warmup-steps 9").wait(180)
+    assert run.status == 0, run.stderr
+    rates = edits.noted_rates(folder)
+    assert len(rates) == 2 * 7  # 112 windows of 16 tokens, 2 processes, 8 samples a step
+    assert rates == [0.002 * min(1, (step + 1) / 10) for step in range(14)]
 
 
 @pytest.mark.faults

@@ -13,18 +13,18 @@ pytestmark = pytest.mark.only("horovod_lightning")
 
 @pytest.mark.faults
 def test_accumulation_and_clipping(example: str, folder: Path, reference: Reference) -> None:
-    """2 processes, 2 batches of 16 a step, are one process with batches of 64: 1e-9 in fp64, --scale-lr included.
+    """2 processes, 2 batches of 16 a step, are one process with batches of 64: 1e-9 in fp64, warm-up included.
 
     The norm to which gradients are clipped is that of their average. It is so low here that AdamW's epsilon counts, and
     twice as many steps as the reference run takes bring less. A logger, asked for, has what metrics.csv has.
     """
-    two = "--batch-size 16 --gradient-accumulation-steps 2 --lr 0.00025 --scale-lr --logger CSVLogger"
+    two = "--batch-size 16 --gradient-accumulation-steps 2 --lr 0.0005 --scale-lr linear --logger CSVLogger"
     for processes, name, arguments in (
         (2, "two", two),
         (1, "one", "--batch-size 64"),
     ):
-        words = f"--epochs 1 --precision fp64 --max-grad-norm 1e-6 --output-dir {name} {arguments}".split()
-        runs.train(example, folder, processes, *words, SLURM_CPUS_PER_TASK="1")
+        words = f"--epochs 1 --warmup-steps 5 --precision fp64 --max-grad-norm 1e-6 --output-dir {name} {arguments}"
+        runs.train(example, folder, processes, *words.split(), SLURM_CPUS_PER_TASK="1")
     assert outputs.largest_difference(outputs.read_model(folder / "two"), outputs.read_model(folder / "one")) < 1e-9
     (path,) = (folder / "two" / "lightning_logs").glob("*/metrics.csv")
     with open(path, newline="") as file:

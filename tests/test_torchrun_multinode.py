@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.harness import edits, outputs, refusals, runs
+from tests.harness.launchers import LAUNCHERS
 from tests.harness.processes import wait_until
 from tests.harness.runs import Reference
 
@@ -63,6 +64,22 @@ def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -
     last = runs.train(example, folder, 2, "--resume")
     assert f"continuing after epoch {epoch - 1} of 5, step {step}" in last.stdout
     outputs.assert_same_run(folder / "output", reference.output)
+
+
+def test_stopped_in_the_warmup(example: str, folder: Path) -> None:
+    """Stopped in mid-epoch in its warm-up and resumed, with two batches a step: the same rates, and the same bits."""
+    edits.note_rates(folder, LAUNCHERS[example])
+    words = "--epochs 1 --batch-size 16 --gradient-accumulation-steps 2 --warmup-steps 15 --scale-lr sqrt"
+    run = runs.start(example, folder, 2, *words.split())
+    run.read_until("ranks: ")
+    step, _ = runs.ask_to_stop(example, run)
+    last = runs.train(example, folder, 2, *words.split(), "--resume")
+    assert f"continuing after epoch 0 of 1, step {step}" in last.stdout and step < 15
+    expected = [0.001 * 2**0.5 * min(1, (step + 1) / 16) for step in range(1438 // 64)]
+    assert edits.noted_rates(folder) == expected
+    runs.train(example, folder, 2, *words.split(), "--output-dir", "whole")
+    assert edits.noted_rates(folder) == expected
+    outputs.assert_same_run(folder / "output", folder / "whole")
 
 
 def test_worker_killed_and_started_again(example: str, folder: Path, reference: Reference) -> None:

@@ -146,7 +146,6 @@ def test_bad_input(example: str, folder: Path) -> None:
     texts = {
         "--model resnet19": ["--model", "'resnet19'", "resnet18"],
         "--workers -1": ["--workers", "0 or more"],
-        "--warmup-epochs 6": ["--warmup-epochs", "0 to --epochs 5", "6"],
         "--log-to excel": ["--log-to", "'excel'", "tensorboard"],
         "--sync-batchnorm": ["--sync-batchnorm", "needs GPUs"],
         "--image-size 0": ["--image-size", "1 or more"],
@@ -198,8 +197,8 @@ def test_weights(example: str, folder: Path, reference: Reference) -> None:
     "arguments",
     [
         "--precision bf16 --gradient-accumulation-steps 2 --max-grad-norm 1 --batch-size 8",
-        "--precision fp16 --scale-lr",
-        "--precision fp64 --epochs 2 --warmup-epochs 0",
+        "--precision fp16 --scale-lr linear",
+        "--precision fp64 --epochs 2 --warmup-steps 0",
         "--model mobilenet_v3_small --gradient-checkpointing",
         "--model vit_b_32 --image-size 64 --epochs 2 --lr 1e-4",
         "--model googlenet --image-size 64 --epochs 2",
@@ -220,7 +219,7 @@ def test_two_processes_as_one(example: str, folder: Path) -> None:
 
     So the gradients are averaged; and an image's augmentation does not depend on the process that reads it.
     """
-    arguments = "--model squeezenet1_1 --image-size 64 --epochs 1 --warmup-epochs 0 --precision fp64"
+    arguments = "--model squeezenet1_1 --image-size 64 --epochs 1 --warmup-steps 0 --precision fp64"
     no_dropout = "import torchvision.models.squeezenet as s; s.nn.Dropout = lambda p: s.nn.Identity()\n"
     imports = "from torchvision import models\n"
     edits.edit(folder / "classifiers.py", imports, imports + no_dropout)
@@ -257,7 +256,7 @@ def test_statistics(example: str, folder: Path, averaged: bool) -> None:
         path.write_text(
             re.sub(r"^        average_statistics\(.*$", "        pass", path.read_text(), flags=re.MULTILINE)
         )
-    runs.train(example, folder, 2, "--epochs", 1, "--warmup-epochs", 0)
+    runs.train(example, folder, 2, "--epochs", 1, "--warmup-steps", 0)
     one, other = ((folder / f"statistics-{rank}").read_text() for rank in (0, 1))
     assert (one == other) == averaged
 

@@ -46,7 +46,8 @@ def parse_args():
     parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=64, help="samples per batch of each process")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
-    parser.add_argument("--scale-lr", action="store_true", help="multiply --lr by the number of processes")
+    parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the processes, or their root")
+    parser.add_argument("--warmup-steps", type=int, default=0, help="first steps of the whole run, in which --lr rises")
     parser.add_argument("--seed", type=int, default=0, help="seed for initial weights and shuffling")
     parser.add_argument("--precision", choices=DTYPES, default="fp32", help="bf16: mixed precision; fp64: for tests")
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
@@ -79,13 +80,13 @@ def setup(args, local_rank, port):
     return device
 
 
-def train_one_epoch(args, ddp_model, train_loader, optimizer, device, profiler):
+def train_one_epoch(args, ddp_model, train_loader, optimizer, device, epoch, profiler):
     """Return the mean training loss and the number of samples, both over all processes, and the time in seconds."""
     ddp_model.train()
     start = time.perf_counter()
     # Loss and samples stay on the device, so that no step waits for them.
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for images, labels in train_loader:
+    for step, (images, labels) in enumerate(train_loader, (epoch - 1) * len(train_loader)):
         images, labels = images.to(device, DTYPES[args.precision]), labels.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
             logits = ddp_model(images)
@@ -93,12 +94,20 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, profiler):
         loss.backward()  # ddp: averages the gradients over all processes
         sums[0] += loss.detach() * len(labels)
         sums[1] += len(labels)
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = learning_rate(args, step)
         optimizer.step()
         optimizer.zero_grad()
         profiler.step()
     dist.all_reduce(sums)  # ddp: sum over all processes
     loss_sum, samples = sums.tolist()
     return loss_sum / samples, samples, time.perf_counter() - start
+
+
+def learning_rate(args, step):
+    """Return the learning rate of a step, counted from 0 over the whole run: --lr, scaled, after a linear warm-up."""
+    factor = {"linear": args.world_size, "sqrt": args.world_size**0.5}.get(args.scale_lr, 1)
+    return args.lr * factor * min(1, (step + 1) / (args.warmup_steps + 1))
 
 
 @torch.no_grad()
@@ -136,13 +145,11 @@ def main(rank, args, port):
     # Model, optimizer, and their state if the run is resumed.
     torch.manual_seed(args.seed)
     model = ConvNet().to(device, DTYPES[args.precision])
-    lr = args.lr * (args.world_size if args.scale_lr else 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
     history = checkpoint["history"] if checkpoint else []  # one dict per epoch: the rows of metrics.csv
     if checkpoint:
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        optimizer.param_groups[0]["lr"] = lr  # not the checkpoint's: --lr may have been changed
     # ddp: shares the weights of `model`, and averages their gradients over all processes in the backward pass
     ddp_model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     # For bit-identical results after a resume; the zeros have the shape of the model's input.
@@ -153,7 +160,7 @@ def main(rank, args, port):
     profiler = make_profiler(args, (args.epochs - len(history)) * len(batches))
     for epoch in range(len(history) + 1, args.epochs + 1):
         sampler.set_epoch(epoch - 1)  # ddp: another order in each epoch, the same in all processes
-        train_loss, count, seconds = train_one_epoch(args, ddp_model, train_loader, optimizer, device, profiler)
+        train_loss, count, seconds = train_one_epoch(args, ddp_model, train_loader, optimizer, device, epoch, profiler)
         test_loss, test_accuracy = evaluate(args, model, test_loader, device)
         row = {"epoch": epoch, "train_loss": train_loss, "test_loss": test_loss, "test_accuracy": test_accuracy}
         history.append(row | {"samples_per_second": count / seconds, "seconds": seconds, "world_size": args.world_size})
@@ -193,8 +200,8 @@ def fail(message):
 def check_args(parser, args):
     """Refuse arguments that cannot work."""
     for name, value in vars(args).items():
-        if type(value) is int and value < 1 and name != "seed":
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+        if type(value) is int and value < (least := int(name != "warmup_steps")) and name != "seed":
+            parser.error(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
     if not 0 <= args.lr < float("inf"):
         parser.error(f"--lr must be 0 or more, not {args.lr}")
     if 0 < torch.cuda.device_count() < args.world_size:

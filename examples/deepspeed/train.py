@@ -50,7 +50,8 @@ def parse_args():
     parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=64, help="samples per batch of each process")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
-    parser.add_argument("--scale-lr", action="store_true", help="multiply --lr by the number of processes")
+    parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the processes, or their root")
+    parser.add_argument("--warmup-steps", type=int, default=0, help="first steps of the whole run, in which --lr rises")
     parser.add_argument("--seed", type=int, default=0, help="seed for initial weights and shuffling")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="or set bf16 in the config file")
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
@@ -82,7 +83,7 @@ def setup(args):
     return device
 
 
-def train_one_epoch(engine, train_loader, device):
+def train_one_epoch(args, engine, train_loader, device):
     """Return the mean training loss and the number of samples, both over all processes, and the time in seconds."""
     engine.train()
     start = time.perf_counter()
@@ -94,12 +95,21 @@ def train_one_epoch(engine, train_loader, device):
         images, labels = images.to(device, dtype), labels.to(device)
         loss = F.cross_entropy(engine(images).float(), labels)
         engine.backward(loss)  # deepspeed: averages the gradients over all processes
+        if not engine.lr_scheduler:  # the config file may have one
+            for param_group in engine.optimizer.param_groups:
+                param_group["lr"] = learning_rate(args, engine.global_steps)
         engine.step()  # deepspeed: every gradient_accumulation_steps calls, optimizer.step() and zero_grad()
         sums[0] += loss.detach() * len(labels)
         sums[1] += len(labels)
     dist.all_reduce(sums)  # deepspeed: sum over all processes
     loss_sum, samples = sums.tolist()
     return loss_sum / samples, samples, time.perf_counter() - start
+
+
+def learning_rate(args, step):
+    """Return the learning rate of a step, counted from 0 over the whole run: --lr, scaled, after a linear warm-up."""
+    factor = {"linear": args.world_size, "sqrt": args.world_size**0.5}.get(args.scale_lr, 1)
+    return args.lr * factor * min(1, (step + 1) / (args.warmup_steps + 1))
 
 
 @torch.no_grad()
@@ -161,8 +171,6 @@ def main(args):
         if loaded is None:
             fail(f"rank {rank} does not find its part of {args.output_dir / 'checkpoint'}: is it on a shared disk?")
         history = checkpoint["history"]
-        if not engine.lr_scheduler:
-            engine.optimizer.param_groups[0]["lr"] = config["optimizer"]["params"]["lr"]  # --lr may have been changed
 
     # Data: a batch is read by indexing the data set with a list of indices, therefore batch_size=None.
     # deepspeed: shuffled shards of equal length, so that all processes take the same number of steps
@@ -181,7 +189,7 @@ def main(args):
     print_header(args, engine, history)
     for epoch in range(len(history) + 1, args.epochs + 1):
         sampler.set_epoch(epoch - 1)  # deepspeed: another order in each epoch, the same in all processes
-        train_loss, count, seconds = train_one_epoch(engine, train_loader, device)
+        train_loss, count, seconds = train_one_epoch(args, engine, train_loader, device)
         test_loss, test_accuracy = evaluate(engine, test_loader, device)
         row = {"epoch": epoch, "train_loss": train_loss, "test_loss": test_loss, "test_accuracy": test_accuracy}
         history.append(row | {"samples_per_second": count / seconds, "seconds": seconds, "world_size": args.world_size})
@@ -208,8 +216,9 @@ def fail(message):
 def check_args(parser, args):
     """Refuse arguments that cannot work."""
     for name, value in vars(args).items():
-        if type(value) is int and value < 1 and name not in ("seed", "zero_stage", "local_rank"):
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+        least = int(name != "warmup_steps")
+        if type(value) is int and value < least and name not in ("seed", "zero_stage", "local_rank"):
+            parser.error(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
     if not 0 <= args.lr < float("inf"):
         parser.error(f"--lr must be 0 or more, not {args.lr}")
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
@@ -273,7 +282,7 @@ def read_config(args):
         fail(f"{path}: remove train_batch_size: it follows from --batch-size and gradient_accumulation_steps")
     if "type" not in config["optimizer"]:
         fail(f"{path}: optimizer has no type, such as AdamW")
-    lr = args.lr * (args.world_size if args.scale_lr else 1)
+    lr = learning_rate(args, args.warmup_steps)  # after the warm-up
     config["optimizer"]["params"] = config["optimizer"].get("params", {}) | {"lr": lr}
     config["train_micro_batch_size_per_gpu"] = args.batch_size
     if args.zero_stage is not None:
@@ -423,7 +432,7 @@ def print_header(args, engine, history):
     """Print what this run is and, if it is resumed, where it continues."""
     if dist.get_rank() > 0:
         return
-    lr = engine.optimizer.param_groups[0]["lr"]
+    lr = learning_rate(args, args.warmup_steps)  # after the warm-up
     from_args = f"micro batch {args.batch_size} and learning rate {lr:g} from the command line"
     print(f"{args.deepspeed_config}: ZeRO stage {engine.zero_optimization_stage()}, {precision(engine)}; {from_args}")
     threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each"

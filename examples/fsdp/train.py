@@ -70,7 +70,8 @@ def parse_args():
     parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=8, help="samples per batch of each data-parallel group")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
-    parser.add_argument("--scale-lr", action="store_true", help="multiply --lr by the number of data-parallel groups")
+    parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the groups, or their root")
+    parser.add_argument("--warmup-steps", type=int, default=0, help="first steps of the whole run, in which --lr rises")
     parser.add_argument("--seed", type=int, default=0, help="seed for initial weights and shuffling")
     parser.add_argument("--precision", choices=DTYPES, default="fp32", help="bf16: mixed precision; fp64: for tests")
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
@@ -99,8 +100,7 @@ def setup(args):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=args.timeout)
-    # Gloo, too, with GPUs: for the votes below, and for checkpoints
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # Gloo also for the votes and checkpoints
     dist.init_process_group(backend, timeout=timeout)  # torchrun: MASTER_ADDR, RANK and so on are set
     return device
 
@@ -110,6 +110,7 @@ def train_one_epoch(args, model, train_loader, optimizer, device, history, posit
     model.train()
     start = time.perf_counter() - position["seconds"]
     sums = position["sums"]  # loss, tokens; the same tensor, so this updates position
+    per_epoch = position["step"] + len(train_loader) // args.gradient_accumulation_steps  # steps of a whole epoch
     for number, (tokens, labels) in enumerate(train_loader, 1):
         is_last = number % args.gradient_accumulation_steps == 0  # accumulation: this micro-batch completes a step
         if is_last:
@@ -125,6 +126,9 @@ def train_one_epoch(args, model, train_loader, optimizer, device, history, posit
             continue
         if args.max_grad_norm:
             clip_grad_norm(model, args.max_grad_norm)
+        step = len(history) * per_epoch + position["step"]  # of the whole run
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = learning_rate(args, step)
         optimizer.step()  # fsdp: each process updates its shard of the weights
         optimizer.zero_grad()
         position["step"] += 1
@@ -139,6 +143,12 @@ def train_one_epoch(args, model, train_loader, optimizer, device, history, posit
     dist.all_reduce(sums, group=group)  # fsdp: sum over all groups
     loss_sum, count = sums.tolist()
     return loss_sum / count, count, time.perf_counter() - start
+
+
+def learning_rate(args, step):
+    """Return the learning rate of a step, counted from 0 over the whole run: --lr, scaled, after a linear warm-up."""
+    factor = {"linear": args.groups, "sqrt": args.groups**0.5}.get(args.scale_lr, 1)
+    return args.lr * factor * min(1, (step + 1) / (args.warmup_steps + 1))
 
 
 @torch.no_grad()
@@ -252,12 +262,11 @@ def main(args):
 
     # Model, optimizer, and their state if the run is resumed.
     model = build_model(args, mesh, device)
-    lr = args.lr * (args.groups if args.scale_lr else 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
     history = checkpoint["history"] if checkpoint else []  # one dict per epoch: the rows of metrics.csv
     position = resume_position(checkpoint, device, group_rank)  # steps, seconds and sums of the current epoch so far
     if checkpoint:
-        load_shards(args, checkpoint, model, optimizer, lr)
+        load_shards(args, checkpoint, model, optimizer)
     else:
         initialise(model, args.seed)
 
@@ -299,8 +308,8 @@ def fail(message):
 def check_args(parser, args):
     """Refuse arguments that cannot work."""
     for name, value in vars(args).items():
-        if type(value) is int and value < 1 and name != "seed":
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+        if type(value) is int and value < (least := int(name != "warmup_steps")) and name != "seed":
+            parser.error(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
     if not 0 <= args.lr < float("inf"):
         parser.error(f"--lr must be 0 or more, not {args.lr}")
     for name in ("max_grad_norm", "peak_tflops"):
@@ -513,12 +522,11 @@ def write_model(args, weights):
         write(args.output_dir / "model.pt", lambda file: torch.save(weights, file))
 
 
-def load_shards(args, checkpoint, model, optimizer, lr):
+def load_shards(args, checkpoint, model, optimizer):
     """Load this process's shards of model and optimizer, whatever the processes that wrote them held."""
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=args.output_dir / "checkpoint" / checkpoint["tag"])
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    optimizer.param_groups[0]["lr"] = lr  # not the checkpoint's: --lr may have been changed
 
 
 @functools.cache

@@ -41,7 +41,8 @@ def parse_args():
     parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=64, help="samples per batch of each process")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
-    parser.add_argument("--scale-lr", action="store_true", help="multiply --lr by the number of batches in a step")
+    parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the processes, or their root")
+    parser.add_argument("--warmup-steps", type=int, default=0, help="first steps of the whole run, in which --lr rises")
     parser.add_argument("--seed", type=int, default=0, help="seed for initial weights and shuffling")
     parser.add_argument("--precision", choices=DTYPES, default="fp32", help="bf16: mixed precision; fp64: for tests")
     parser.add_argument("--timeout", type=int, default=300, help="seconds that a step, or the start, may take")
@@ -60,7 +61,6 @@ def add_horovod_arguments(parser):
     """Add the arguments that train.py and train_lm.py share."""
     names = ("--gradient-accumulation-steps", "--batches-per-allreduce")  # the second is used in Horovod's examples
     parser.add_argument(*names, type=int, default=1, help="batches per process and step")
-    parser.add_argument("--warmup-epochs", type=int, default=0, help="epochs in which --lr rises to its scaled value")
     parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients as 16-bit numbers")
 
 
@@ -77,12 +77,6 @@ def setup(args):
     # By default each process would use all cores: slower.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores))
     return torch.device("cpu")
-
-
-def learning_rate(args, epoch):
-    """Return the learning rate at `epoch`; 2.5 is the middle of the third epoch (warm-up: Goyal et al. 2017)."""
-    factor = args.world_size * args.gradient_accumulation_steps if args.scale_lr else 1  # horovod: batches in a step
-    return args.lr * (factor if epoch >= args.warmup_epochs else 1 + (factor - 1) * epoch / args.warmup_epochs)
 
 
 def distribute(args, model, optimizer, checkpoint, resumed):
@@ -114,7 +108,6 @@ def train_one_epoch(args, model, train_loader, optimizer, device, epoch, profile
     steps = len(train_loader) // args.gradient_accumulation_steps
     for number, (images, labels) in enumerate(islice(train_loader, steps * args.gradient_accumulation_steps)):
         step, micro_batch = divmod(number, args.gradient_accumulation_steps)
-        optimizer.param_groups[0]["lr"] = learning_rate(args, epoch + step / steps)
         images, labels = images.to(device, DTYPES[args.precision]), labels.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
             logits = model(images)
@@ -124,6 +117,8 @@ def train_one_epoch(args, model, train_loader, optimizer, device, epoch, profile
         sums[0] += loss.detach() * len(labels)
         sums[1] += len(labels)
         if micro_batch + 1 == args.gradient_accumulation_steps:
+            for param_group in optimizer.param_groups:
+                param_group["lr"] = learning_rate(args, epoch * steps + step)
             optimizer.step()  # horovod: waits until all gradients are averaged over all processes
             optimizer.zero_grad()
             profiler.step()
@@ -131,6 +126,12 @@ def train_one_epoch(args, model, train_loader, optimizer, device, epoch, profile
     sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes
     loss_sum, samples = sums.tolist()
     return loss_sum / samples, samples, time.perf_counter() - start
+
+
+def learning_rate(args, step):
+    """Return the learning rate of a step, counted from 0 over the whole run: --lr, scaled, after a linear warm-up."""
+    factor = {"linear": args.world_size, "sqrt": args.world_size**0.5}.get(args.scale_lr, 1)
+    return args.lr * factor * min(1, (step + 1) / (args.warmup_steps + 1))
 
 
 @torch.no_grad()
@@ -170,7 +171,7 @@ def main(args):
     # Model, optimizer, and their state if the run is resumed.
     torch.manual_seed(args.seed)
     model = ConvNet().to(device, DTYPES[args.precision])
-    optimizer = torch.optim.AdamW(model.parameters(), learning_rate(args, 0))
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
     optimizer = distribute(args, model, optimizer, checkpoint, resumed=bool(history))
 
     # Train
@@ -222,12 +223,10 @@ def restart_watchdog(args):
 def check_args(parser, args):
     """Refuse arguments that cannot work."""
     for name, value in vars(args).items():
-        if type(value) is int and value < 1 and name not in ("seed", "warmup_epochs"):
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+        if type(value) is int and value < (least := int(name != "warmup_steps")) and name != "seed":
+            parser.error(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
     if not 0 <= args.lr < float("inf"):
         parser.error(f"--lr must be 0 or more, not {args.lr}")
-    if args.warmup_epochs < 0 or args.warmup_epochs and not args.scale_lr:
-        parser.error(f"--warmup-epochs {args.warmup_epochs} needs --scale-lr, and must be 0 or more")
 
 
 def prepare_process(args):

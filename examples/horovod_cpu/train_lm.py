@@ -45,7 +45,8 @@ def parse_args():
     parser.add_argument("--epochs", type=int, default=3, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=16, help="samples per batch of each process")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate")
-    parser.add_argument("--scale-lr", action="store_true", help="multiply --lr by the number of batches in a step")
+    parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the processes, or their root")
+    parser.add_argument("--warmup-steps", type=int, default=0, help="first steps of the whole run, in which --lr rises")
     parser.add_argument("--seed", type=int, default=0, help="seed for initial weights and shuffling")
     parser.add_argument("--timeout", type=int, default=300, help="seconds that a step, or the start, may take")
     parser.add_argument("--output-dir", type=Path, default="output/lm", help="folder for everything the run writes")
@@ -74,13 +75,14 @@ def train_one_epoch(args, model, train_loader, optimizer, epoch):
     steps = len(train_loader) // args.gradient_accumulation_steps
     for number, (tokens, labels) in enumerate(islice(train_loader, steps * args.gradient_accumulation_steps)):
         step, micro_batch = divmod(number, args.gradient_accumulation_steps)
-        optimizer.param_groups[0]["lr"] = learning_rate(args, epoch + step / steps)
         loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
         # horovod: the last backward pass of a step starts to average the gradients
         (loss / args.gradient_accumulation_steps).backward()
         sums[0] += loss.detach() * labels.numel()
         sums[1] += labels.numel()
         if micro_batch + 1 == args.gradient_accumulation_steps:
+            for param_group in optimizer.param_groups:
+                param_group["lr"] = learning_rate(args, epoch * steps + step)
             optimizer.step()  # horovod: waits until all gradients are averaged over all processes
             optimizer.zero_grad()
         restart_watchdog(args)
@@ -152,7 +154,7 @@ def main(args):
     # Model, optimizer, and their state if the run is resumed.
     torch.manual_seed(args.seed)
     model = TinyGPT(context=args.context).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), learning_rate(args, 0))
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
     optimizer = distribute(args, model, optimizer, checkpoint, resumed=bool(history))
 
     # Train

@@ -45,7 +45,8 @@ def parse_args():
     parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=64, help="samples per batch of each process")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
-    parser.add_argument("--scale-lr", action="store_true", help="multiply --lr by the number of batches in a step")
+    parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the processes, or their root")
+    parser.add_argument("--warmup-steps", type=int, default=0, help="first steps of the whole run, in which --lr rises")
     parser.add_argument("--seed", type=int, default=0, help="seed for initial weights and shuffling")
     parser.add_argument(
         "--precision", choices=PRECISIONS, default="fp32", help="bf16: mixed precision; fp64: for tests"
@@ -97,8 +98,6 @@ class LitConvNet(L.LightningModule):
     def __init__(self, args, sampler, history):
         super().__init__()
         self.args, self.sampler, self.history = args, sampler, history
-        # horovod: the number of batches in a step
-        self.lr = args.lr * (args.world_size * args.gradient_accumulation_steps if args.scale_lr else 1)
         self.model = ConvNet()
 
     def forward(self, images):
@@ -123,16 +122,19 @@ class LitConvNet(L.LightningModule):
         self.log_dict(shares, sync_dist=True, reduce_fx="sum")
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), self.lr)
+        return torch.optim.AdamW(self.parameters(), learning_rate(self.args, 0))
 
     def on_train_start(self):
-        if not self.trainer.lr_scheduler_configs:  # you may add a scheduler
-            self.trainer.optimizers[0].param_groups[0]["lr"] = self.lr  # not the checkpoint's: --lr may have changed
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # lightning: end at SIGTERM; its handler would first wait
 
     def on_train_epoch_start(self):
         self.sampler.set_epoch(self.current_epoch)  # horovod: another order in each epoch, the same in all processes
         self.start = time.perf_counter()
+
+    def on_before_optimizer_step(self, optimizer):
+        if not self.trainer.lr_scheduler_configs:  # you may add a scheduler
+            for param_group in optimizer.param_groups:
+                param_group["lr"] = learning_rate(self.args, self.trainer.global_step)
 
     def on_validation_start(self):
         self.seconds = time.perf_counter() - self.start
@@ -149,6 +151,12 @@ class LitConvNet(L.LightningModule):
         self.history.append(row | {"world_size": self.args.world_size})
         save_checkpoint(self.args, self.trainer, self.history)
         print_epoch(self.args, self.history[-1])
+
+
+def learning_rate(args, step):
+    """Return the learning rate of a step, counted from 0 over the whole run: --lr, scaled, after a linear warm-up."""
+    factor = {"linear": args.world_size, "sqrt": args.world_size**0.5}.get(args.scale_lr, 1)
+    return args.lr * factor * min(1, (step + 1) / (args.warmup_steps + 1))
 
 
 def main(args):
@@ -285,8 +293,8 @@ def restart_watchdog(args):
 def check_args(parser, args):
     """Refuse arguments that cannot work."""
     for name, value in vars(args).items():
-        if type(value) is int and value < 1 and name != "seed":
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+        if type(value) is int and value < (least := int(name != "warmup_steps")) and name != "seed":
+            parser.error(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
     if not 0 <= args.lr < float("inf"):
         parser.error(f"--lr must be 0 or more, not {args.lr}")
     if args.max_grad_norm is not None and not 0 < args.max_grad_norm < float("inf"):

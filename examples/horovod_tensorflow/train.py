@@ -39,7 +39,8 @@ def parse_args():
     parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=64, help="samples per batch of each process")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
-    parser.add_argument("--scale-lr", action="store_true", help="multiply --lr by the number of processes")
+    parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the processes, or their root")
+    parser.add_argument("--warmup-steps", type=int, default=0, help="first steps of the whole run, in which --lr rises")
     parser.add_argument("--seed", type=int, default=0, help="seed for initial weights and shuffling")
     parser.add_argument("--precision", choices=POLICIES, default="fp32", help="bf16: mixed precision; fp64: for tests")
     parser.add_argument("--timeout", type=int, default=300, help="seconds that a step, or the start, may take")
@@ -95,7 +96,7 @@ def make_steps(model, optimizer):
     return train_step, test_step
 
 
-def train_one_epoch(args, train_step, train_set, epoch):
+def train_one_epoch(args, train_step, train_set, optimizer, epoch):
     """Return the mean training loss and the number of samples, both over all processes, and the time in seconds."""
     start = time.perf_counter()
     order = np.random.default_rng([args.seed, epoch]).permutation(len(train_set))  # another one in each epoch
@@ -103,12 +104,19 @@ def train_one_epoch(args, train_step, train_set, epoch):
     steps = len(train_set) // args.world_size // args.batch_size
     shard = order[hvd.rank() :: args.world_size][: steps * args.batch_size]
     sums = tf.zeros(2, tf.float64)  # loss, samples
-    for indices in shard.reshape(steps, args.batch_size):
+    for step, indices in enumerate(shard.reshape(steps, args.batch_size), epoch * steps):
+        optimizer.learning_rate.assign(learning_rate(args, step))
         sums += train_step(*train_set[indices])
         restart_watchdog(args)
     sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes
     loss_sum, samples = sums.numpy().tolist()
     return loss_sum / samples, samples, time.perf_counter() - start
+
+
+def learning_rate(args, step):
+    """Return the learning rate of a step, counted from 0 over the whole run: --lr, scaled, after a linear warm-up."""
+    factor = {"linear": args.world_size, "sqrt": args.world_size**0.5}.get(args.scale_lr, 1)
+    return args.lr * factor * min(1, (step + 1) / (args.warmup_steps + 1))
 
 
 def evaluate(args, test_step, test_set, shard):
@@ -152,7 +160,6 @@ def distribute(args, model, optimizer, checkpoint):
             variable.assign(checkpoint[name])
     # horovod: send rank 0's weights and state to all; a Keras variable holds the one of TensorFlow in `value`
     hvd.broadcast_variables([variable.value for variable in variables], root_rank=0)
-    optimizer.learning_rate.assign(args.lr * (args.world_size if args.scale_lr else 1))
 
 
 def main(args):
@@ -173,7 +180,7 @@ def main(args):
     # Train
     print_header(args, f"ConvNet on {args.dataset}", history)
     for epoch in range(len(history) + 1, args.epochs + 1):
-        train_loss, count, seconds = train_one_epoch(args, train_step, train_set, epoch - 1)
+        train_loss, count, seconds = train_one_epoch(args, train_step, train_set, optimizer, epoch - 1)
         test_loss, test_accuracy = evaluate(args, test_step, test_set, shard)
         row = {"epoch": epoch, "train_loss": train_loss, "test_loss": test_loss, "test_accuracy": test_accuracy}
         history.append(row | {"samples_per_second": count / seconds, "seconds": seconds, "world_size": args.world_size})
@@ -217,7 +224,7 @@ def restart_watchdog(args):
 def check_args(parser, args):
     """Refuse arguments that cannot work."""
     for name, value in vars(args).items():
-        least = 0 if name == "seed" else 1
+        least = int(name not in ("seed", "warmup_steps"))
         if type(value) is int and value < least:
             parser.error(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
     if not 0 <= args.lr < float("inf"):

@@ -62,7 +62,8 @@ def parse_args():
     parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=4, help="samples per batch of each process")
     parser.add_argument("--lr", type=float, default=5e-3, help="learning rate; 1e-4 is usual for a pretrained model")
-    parser.add_argument("--scale-lr", action="store_true", help="multiply --lr by the number of processes")
+    parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the processes, or their root")
+    parser.add_argument("--warmup-steps", type=int, default=0, help="first steps of the whole run, in which --lr rises")
     parser.add_argument("--seed", type=int, default=0, help="seed for initial adapters, shuffling and dropout")
     parser.add_argument("--precision", choices=DTYPES, default="fp32", help="bf16: mixed precision; fp64: for tests")
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
@@ -99,6 +100,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, history, p
     ddp_model.train()
     start = time.perf_counter() - position["seconds"]
     sums = position["sums"]  # loss, samples; the same tensor, so this updates position
+    per_epoch = position["step"] + len(train_loader) // args.gradient_accumulation_steps  # steps of a whole epoch
     first = position["step"] * args.gradient_accumulation_steps + 1
     for number, (tokens, targets) in enumerate(train_loader, first):
         is_last = number % args.gradient_accumulation_steps == 0  # accumulation: this micro-batch completes a step
@@ -119,6 +121,9 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, history, p
             continue
         if args.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
+        step = len(history) * per_epoch + position["step"]  # of the whole run
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = learning_rate(args, step)
         optimizer.step()
         optimizer.zero_grad()
         position["step"] += 1
@@ -132,6 +137,12 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, history, p
     dist.all_reduce(sums)  # ddp: sum over all processes
     loss_sum, samples = sums.tolist()
     return loss_sum / samples, samples, time.perf_counter() - start
+
+
+def learning_rate(args, step):
+    """Return the learning rate of a step, counted from 0 over the whole run: --lr, scaled, after a linear warm-up."""
+    factor = {"linear": args.world_size, "sqrt": args.world_size**0.5}.get(args.scale_lr, 1)
+    return args.lr * factor * min(1, (step + 1) / (args.warmup_steps + 1))
 
 
 @torch.no_grad()
@@ -181,14 +192,12 @@ def main(args):
 
     # Model, optimizer, and their state if the run is resumed.
     model = (model if args.full else add_adapters(args, model)).to(device)
-    lr = args.lr * (args.world_size if args.scale_lr else 1)
-    optimizer = torch.optim.AdamW(trained_weights(model).values(), lr)  # lora: its state is as small as the adapters
+    optimizer = torch.optim.AdamW(trained_weights(model).values(), args.lr)  # lora: its state, too, is small
     history = checkpoint["history"] if checkpoint else []  # one dict per epoch: the rows of metrics.csv
     position = resume_position(checkpoint, device)  # steps, seconds and sums of the current epoch so far
     if checkpoint:
         model.load_state_dict(checkpoint["model"], strict=False)  # lora: the checkpoint has the adapters only
         optimizer.load_state_dict(checkpoint["optimizer"])
-        optimizer.param_groups[0]["lr"] = lr  # not the checkpoint's: --lr may have been changed
     # ddp: shares the weights of `model`, and averages their gradients over all processes in the backward pass
     # lora: only those of the adapters. Rank 0 sends the frozen weights once, here, and buffers, which are constants
     devices = [device.index] if device.type == "cuda" else None
@@ -229,8 +238,8 @@ def fail(message):
 def check_args(parser, args):
     """Refuse arguments that cannot work."""
     for name, value in vars(args).items():
-        if type(value) is int and value < 1 and name != "seed":
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+        if type(value) is int and value < (least := int(name != "warmup_steps")) and name != "seed":
+            parser.error(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
     if not 0 <= args.lr < float("inf"):
         parser.error(f"--lr must be 0 or more, not {args.lr}")
     if args.max_grad_norm is not None and not args.max_grad_norm > 0:

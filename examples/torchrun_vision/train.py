@@ -60,8 +60,8 @@ def parse_args():
     parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=16, help="samples per batch of each process")
     parser.add_argument("--lr", type=float, default=5e-4, help="learning rate after warm-up; then it falls to 0")
-    parser.add_argument("--scale-lr", action="store_true", help="multiply --lr by the number of processes")
-    parser.add_argument("--warmup-epochs", type=float, default=1, help="epochs in which the learning rate rises")
+    parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the processes, or their root")
+    parser.add_argument("--warmup-steps", type=int, help="first steps of the run, in which --lr rises (of one epoch)")
     parser.add_argument("--seed", type=int, default=0, help="seed for initial weights, shuffling and augmentation")
     parser.add_argument("--precision", choices=DTYPES, default="fp32", help="bf16, fp16: mixed; fp64: for tests")
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
@@ -108,8 +108,9 @@ def train_one_epoch(args, ddp_model, train_loader, parts, device, history, posit
     """Return the mean training loss and the number of samples, both over all processes, and the time in seconds."""
     ddp_model.train()
     start = time.perf_counter() - position["seconds"]
-    optimizer, scheduler, scaler = parts["optimizer"], parts["scheduler"], parts["scaler"]
+    optimizer, scaler = parts["optimizer"], parts["scaler"]
     sums = position["sums"]  # loss, samples; the same tensor, so this updates position
+    per_epoch = position["step"] + len(train_loader) // args.gradient_accumulation_steps  # steps of a whole epoch
     first = position["step"] * args.gradient_accumulation_steps + 1
     for number, (images, labels) in enumerate(on_device(train_loader, device), first):
         is_last = number % args.gradient_accumulation_steps == 0  # accumulation: this micro-batch completes a step
@@ -130,9 +131,11 @@ def train_one_epoch(args, ddp_model, train_loader, parts, device, history, posit
         if args.max_grad_norm:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
+        step = len(history) * per_epoch + position["step"]  # of the whole run
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = learning_rate(args, step) * cosine(args, step, args.epochs * per_epoch)
         scaler.step(optimizer)
         scaler.update()
-        scheduler.step()
         optimizer.zero_grad()
         average_statistics(ddp_model)  # ddp: of BatchNorm; else each process would have its own, or rank 0's
         position["step"] += 1
@@ -147,6 +150,18 @@ def train_one_epoch(args, ddp_model, train_loader, parts, device, history, posit
     dist.all_reduce(sums)  # ddp: sum over all processes
     loss_sum, samples = sums.tolist()
     return loss_sum / samples, samples, time.perf_counter() - start
+
+
+def learning_rate(args, step):
+    """Return the learning rate of a step, counted from 0 over the whole run: --lr, scaled, after a linear warm-up."""
+    factor = {"linear": args.world_size, "sqrt": args.world_size**0.5}.get(args.scale_lr, 1)
+    return args.lr * factor * min(1, (step + 1) / (args.warmup_steps + 1))
+
+
+def cosine(args, step, total):
+    """Return by what the rate of a step, one of `total`, is multiplied: 1 in the warm-up, then it falls to 0."""
+    done, length = max(0, step - args.warmup_steps), max(1, total - args.warmup_steps)
+    return (1 + math.cos(math.pi * done / length)) / 2
 
 
 @torch.no_grad()
@@ -194,24 +209,15 @@ def make_loaders(args, train_set, test_set, batches, device):
     return train_loader, DataLoader(test_set, args.batch_size, sampler=shard, **settings)
 
 
-def make_parts(args, classes, steps_per_epoch, device, checkpoint):
-    """Return what training changes, and so what a checkpoint holds: model, optimizer, scheduler and scaler."""
+def make_parts(args, classes, device, checkpoint):
+    """Return what training changes, and so what a checkpoint holds: model, optimizer and scaler."""
     torch.manual_seed(args.seed)
     model = make_model(args, len(classes), None if checkpoint else args.weights).to(
         device, DTYPES[args.precision], memory_format=torch.channels_last
     )
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr * (args.world_size if args.scale_lr else 1))
-    factor = functools.partial(lr_factor, args.warmup_epochs * steps_per_epoch, args.epochs * steps_per_epoch)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)  # multiplies the learning rate in each step
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
-    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-
-
-def lr_factor(warmup, total, step):
-    """Return by what the learning rate is multiplied: it rises linearly, then falls to 0 as a cosine does."""
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    return (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup))) / 2
+    return {"model": model, "optimizer": optimizer, "scaler": scaler}
 
 
 @record  # torchrun: reports the traceback of the process that failed first
@@ -229,7 +235,8 @@ def main(args):
 
     # Model, optimizer, and their state if the run is resumed.
     steps_per_epoch = len(sampler) // (args.batch_size * args.gradient_accumulation_steps)
-    parts = make_parts(args, classes, steps_per_epoch, device, checkpoint)
+    args.warmup_steps = steps_per_epoch if args.warmup_steps is None else args.warmup_steps
+    parts = make_parts(args, classes, device, checkpoint)
     model = parts["model"]
     history = load_parts(parts, checkpoint)  # one dict per epoch: the rows of metrics.csv
     position = resume_position(checkpoint, device)  # steps, seconds and sums of the current epoch so far
@@ -277,14 +284,12 @@ def fail(message):
 def check_args(parser, args):
     """Refuse arguments that cannot work."""
     for name, value in vars(args).items():
-        if type(value) is int and value < (least := int(name != "workers")) and name != "seed":
+        if type(value) is int and value < (least := int(name not in ("warmup_steps", "workers"))) and name != "seed":
             parser.error(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
     if not 0 <= args.lr < float("inf"):
         parser.error(f"--lr must be 0 or more, not {args.lr}")
     if args.max_grad_norm is not None and not args.max_grad_norm > 0:
         parser.error(f"--max-grad-norm must be above 0, not {args.max_grad_norm}")
-    if not 0 <= args.warmup_epochs <= args.epochs:
-        parser.error(f"--warmup-epochs must be from 0 to --epochs {args.epochs}, not {args.warmup_epochs}")
     if args.model not in classifiers.NAMES:
         parser.error(f"--model {args.model!r} is none of torchvision's classifiers: {', '.join(classifiers.NAMES)}")
     if args.sync_batchnorm and not torch.cuda.is_available():
@@ -391,7 +396,7 @@ def fix_summation_order(ddp_model, zeros):
 def resume_settings(args):
     """Return the settings that a resumed run must share with the run that it continues."""
     names = ("world_size", "data", "model", "image_size", "batch_size", "gradient_accumulation_steps", "seed")
-    names += ("precision", "max_grad_norm", "sync_batchnorm", "warmup_epochs")
+    names += ("precision", "max_grad_norm", "sync_batchnorm")
     return {name: getattr(args, name) for name in names}
 
 
@@ -477,18 +482,11 @@ def remaining_batches(args, sampler, position, epoch):
 
 
 def load_parts(parts, checkpoint):
-    """Load model, optimizer and so on from the checkpoint, if there is one; return its history, else an empty one.
-
-    The learning rate is that of --lr all the same, which may have been changed.
-    """
+    """Load model, optimizer and scaler from the checkpoint, if there is one; return its history, else an empty one."""
     if not checkpoint:
         return []
-    scheduler = parts["scheduler"]
-    lrs = scheduler.base_lrs
     for name, part in parts.items():
         part.load_state_dict(checkpoint[name])
-    scheduler.base_lrs = lrs
-    parts["optimizer"].param_groups[0]["lr"] = lrs[0] * scheduler.lr_lambdas[0](scheduler.last_epoch)
     return checkpoint["history"]
 
 

@@ -3,6 +3,8 @@
 import textwrap
 from pathlib import Path
 
+from tests.harness.launchers import Launcher
+
 
 def edit(path: Path, old: str, new: str) -> None:
     """Replace the one place where a file says `old`; raise AssertionError if there is none, or several."""
@@ -23,6 +25,43 @@ def plant(folder: Path, lines: str) -> None:
     if not path.exists():
         path, first = folder / "train.py", "        with tf.GradientTape() as tape:"
     edit(path, first, textwrap.indent(textwrap.dedent(lines), " " * 8) + first)
+
+
+NOTE_RATES = """
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+def note_rates(optimizer, args, kwargs):
+    state = next(iter(optimizer.state.values()))
+    for group in optimizer.param_groups:
+        with open("rates", "a") as file:
+            print(int(state["step"]), group["lr"], file=file)
+
+register_optimizer_step_post_hook(note_rates)
+"""
+
+
+def note_rates(folder: Path, launcher: Launcher) -> None:
+    """Have an example's copy write down with which learning rate its optimizer has taken each of its steps."""
+    if launcher.pytorch:
+        data = folder / "common" / "data.py"  # which every example imports
+        data.write_text(data.read_text() + NOTE_RATES)
+        return
+    step = "        optimizer.apply(gradients, model.trainable_variables)\n"
+    note = "        tf.print(optimizer.iterations, optimizer.learning_rate, output_stream='file://rates')\n"
+    edit(folder / "train.py", step, step + note)
+
+
+def noted_rates(folder: Path) -> list[float]:
+    """Return the learning rates that note_rates has written down, in the order of the steps, and forget them.
+
+    Raises AssertionError if processes, groups of parameters or a resumed run had different rates in one step, or if a
+    step is missing.
+    """
+    noted = {tuple(line.split()) for line in (folder / "rates").read_text().splitlines()}
+    (folder / "rates").unlink()
+    rates = {int(step): float(rate) for step, rate in noted}
+    assert len(rates) == len(noted) and sorted(rates) == list(range(1, len(rates) + 1)), noted
+    return [rates[step] for step in sorted(rates)]
 
 
 def apply_diff(path: Path, text: str) -> None:
