@@ -63,7 +63,8 @@ def status(args: argparse.Namespace) -> None:
     lab = Lab.find(args.name)
     states = lab.states()
     for node in lab.nodes:
-        print(f"{node}  {lab.addresses[node]}  {states[node]}  {len(lab.processes(node))} processes")
+        limit = f"  slowed to {rate}" if (rate := lab.rate(node)) else ""
+        print(f"{node}  {lab.addresses[node]}  {states[node]}  {len(lab.processes(node))} processes{limit}")
     print(f"user: {lab.user} ({lab.uid})")
     print(f"signals: {lab.tracking}: {tracking.MODES[lab.tracking]}")
     print(lab.run(["squeue"], cwd="/").stdout, end="")
@@ -82,8 +83,8 @@ def logs(args: argparse.Namespace) -> None:
 
 def fault(args: argparse.Namespace) -> None:
     lab = Lab.find(args.name)
-    getattr(lab, args.action)(args.target)
-    print(f"lab: {args.action} {args.target}: done")
+    getattr(lab, args.action)(*args.words)
+    print(f"lab: {args.action} {' '.join(args.words)}: done")
 
 
 def in_tree(args: argparse.Namespace) -> None:
@@ -125,9 +126,10 @@ def parse_args() -> argparse.Namespace:
             action.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
     add("status", status, "show nodes and jobs")
     add("logs", logs, "show logs").add_argument("which", nargs="?", help="a node, slurmctld, munged or keeper")
-    for name, target, text in (
+    for name, words, text in (
         ("cut", "NODE", "take a node off the network"),
-        ("heal", "NODE", "put it back"),
+        ("slow", "NODE RATE", "limit a node's link in both directions (for example: slow node2 100mbit)"),
+        ("heal", "NODE", "put it back, and remove the limit that `slow` has set"),
         ("unresolve", "NODE", "let the name of a node resolve to nothing"),
         ("resolve", "NODE", "let it resolve again"),
         ("stop", "NODE", "end the slurmd of a node"),
@@ -135,7 +137,9 @@ def parse_args() -> argparse.Namespace:
         ("requeue", "JOB", "requeue a job, as preemption does"),
         ("timelimit", "JOB", "send SIGUSR1 to a job's batch shell, as near its time limit"),
     ):
-        add(name, fault, text).add_argument("target", metavar=target)
+        action = add(name, fault, text)
+        for word in words.split():
+            action.add_argument("words", action="append", metavar=word)
     action = add("tree", in_tree, "run a command, as root, in a whole other Debian with another SLURM")
     suites = "; ".join(f"{suite}: {text}" for suite, text in tree.SUITES.items())
     action.add_argument("--trees", default=str(tree.default_folder()), metavar="FOLDER", help="default: %(default)s")

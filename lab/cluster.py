@@ -349,9 +349,42 @@ class Lab:
         """Take a node off the network, as if its cable was pulled."""
         self._link(node, "down")
 
+    def slow(self, node: str, rate: str) -> None:
+        """Limit a node's link, in both directions, to a rate: a whole number and kbit, mbit or gbit, as in 100mbit.
+
+        That is a rate in bits a second, of what goes over the cable: TCP gets 95 % of it. It adds no delay.
+        """
+        found = re.fullmatch(r"([0-9]{1,9})(kbit|mbit|gbit)", rate)
+        bits = int(found[1]) * {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}[found[2]] if found else 0
+        if not 1000 <= bits <= 10**12:
+            raise LabError(f"slow: {rate}: must be a rate such as 100mbit, from 1kbit to 1000gbit")
+        # What may be sent at once after a pause: too much, and a small message is not limited at all; too little, and
+        # a busy machine does not reach the rate. A millisecond's worth did (measured from 10 Mbit/s to 5 Gbit/s).
+        burst = max(16_000, bits // 8 // 1000)
+        self._queue(node, "tbf", "rate", rate, "burst", str(burst), "latency", "50ms")
+
+    def rate(self, node: str) -> str:
+        """The rate to which `slow` has limited a node's link, as tc writes it, such as 100Mbit; or nothing."""
+        self._pid_of(node)  # refuses a wrong name
+        tc = shutil.which("tc", path=SEARCH)
+        shown = output([tc, "qdisc", "show", "dev", node], inside(self._pid_of(HEAD))) if tc else ""
+        found = re.search(r"^qdisc tbf .* rate (\S+)", shown)
+        return found[1] if found else ""
+
+    def _queue(self, node: str, *words: str) -> None:
+        """Have both ends of a node's cable send through another queue of the kernel's."""
+        ends = {node: self._pid_of(HEAD), "eth0": self._pid_of(node)}
+        tc = shutil.which("tc", path=SEARCH)
+        if not tc:
+            raise LabError("missing program: tc (apt-get install --no-install-recommends iproute2)")
+        for device, pid in ends.items():
+            output([tc, "qdisc", "replace", "dev", device, "root", *words], inside(pid))
+
     def heal(self, node: str) -> None:
-        """Put a node back on the network."""
+        """Put a node back on the network, and remove the limit that `slow` has set."""
         self._link(node, "up")
+        if self.rate(node):
+            self._queue(node, "noqueue")
         for pid in self._slurmd(node):  # this makes it register; SLURM itself asks only every two minutes
             os.kill(pid, signal.SIGHUP)
 

@@ -272,6 +272,69 @@ def test_faults(name: str, tmp_path: Path) -> None:
         assert lab.job(job)["Restarts"] == "2"
 
 
+# Its first argument is an address to listen at, the second how many bytes to wait for: it prints the Mbit/s.
+RECEIVE = """
+import socket, sys, time
+server, left = socket.create_server((sys.argv[1], 5001)), int(sys.argv[2])
+print("ready", flush=True)
+client, _ = server.accept()
+client.sendall(b"go")
+start, size = time.monotonic(), left
+while left:
+    left -= len(client.recv(min(left, 1 << 20)))
+print(size * 8 / 1e6 / (time.monotonic() - start))
+"""
+SEND = """
+import socket, sys
+server = socket.create_connection((sys.argv[1], 5001))
+server.recv(2)
+server.sendall(bytes(int(sys.argv[2])))
+server.recv(1)  # the receiver's end
+"""
+
+
+def throughput(lab: Lab, sender: str, receiver: str, size: int) -> float:
+    """Send `size` bytes from one node to another, over TCP; return the rate in Mbit/s."""
+    words = [lab.addresses[receiver], str(size)]
+    command = lab.command([sys.executable, "-c", RECEIVE, *words], receiver, "/")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as receiving:
+        assert receiving.stdout and receiving.stdout.readline() == "ready\n"
+        lab.run([sys.executable, "-c", SEND, *words], sender, "/", check=True, timeout=60)
+        return float(receiving.stdout.read())
+
+
+def test_slow(name: str) -> None:
+    """A slow link has the rate that was asked for, in both directions, until it is healed; `status` shows it."""
+    with Lab(name=name) as lab:
+        ways = [("node1", "node2"), ("node2", "node1")]
+        for rate, expected in ("100mbit", 100), ("20mbit", 20):  # the second replaces the first
+            assert command("slow", "node2", rate, "--name", name).stdout == f"lab: slow node2 {rate}: done\n"
+            rates = [throughput(lab, *way, expected * 50_000) for way in ways]  # 0.4 s
+            assert all(0.75 * expected < rate < 1.15 * expected for rate in rates), rates
+        node1, node2, *_ = command("status", "--name", name).stdout.splitlines()
+        assert node2.endswith("slowed to 20Mbit") and "slowed" not in node1
+        lab.heal("node2")
+        assert min(throughput(lab, *way, 50_000_000) for way in ways) > 300
+        assert "slowed" not in command("status", "--name", name).stdout
+
+
+def test_slow_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No such rate, no such node, no program tc: one clear line, and nothing has changed."""
+    with Lab(name=name, nodes=1) as lab:
+        lab.slow("node1", "2gbit")
+        bad = ("100", "fast", "100mb", "0mbit", "-1mbit", "1.5gbit", "1001gbit", "1gbit latency 1ms")
+        for node, rate in *(("node1", rate) for rate in bad), ("node2", "1gbit"):
+            refused = command("slow", "--name", name, "--", node, rate)
+            assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, refused.stderr
+            text = f"slow: {rate}: must be a rate such as 100mbit" if node == "node1" else "no such node: node2"
+            assert text in refused.stderr
+        assert lab.rate("node1") == "2Gbit"
+        monkeypatch.setattr(cluster, "SEARCH", "/nowhere")
+        lab.heal("node1")  # needs tc only where there is a limit that tc can show
+        with pytest.raises(LabError, match=r"missing program: tc \(apt-get install .*iproute2\)"):
+            lab.slow("node1", "1gbit")
+
+
 def test_no_orphans(lab: Lab, tmp_path: Path) -> None:
     """What a job has started ends with it, also in a session of its own and without a parent; signals arrive."""
     script = "trap 'echo told; exit 0' USR1; (setsid sleep 1000 &) & srun sh -c 'setsid sleep 1000 & sleep 1000' & wait"
