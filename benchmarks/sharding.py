@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,16 +56,21 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def held(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return the MB of weights, gradients and optimizer state that this process holds, between backward and step."""
+def parts(optimizer: torch.optim.Optimizer) -> dict[str, list[torch.Tensor]]:
+    """Return the weights, gradients and optimizer state that this process holds; gradients: from backward to step."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     states = [value for weight in weights for value in optimizer.state[weight].values() if torch.is_tensor(value)]
     return {
-        "parameters": megabytes([local(weight.detach()) for weight in weights]),
-        "gradients": megabytes([local(weight.grad) for weight in weights]),
-        "master copy": 0.0,
-        "optimizer state": megabytes([local(state) for state in states]),
+        "parameters": [local(weight.detach()) for weight in weights],
+        "gradients": [local(weight.grad) for weight in weights if weight.grad is not None],
+        "master copy": [],
+        "optimizer state": [local(state) for state in states],
     }
+
+
+def held(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the MB of weights, gradients and optimizer state that this process holds, between backward and step."""
+    return {kind: megabytes(tensors) for kind, tensors in parts(optimizer).items()}
 
 
 def measure_fsdp(folder: Path, shape: list[str]) -> dict[str, float]:
@@ -185,12 +191,17 @@ def measure(layout: str, groups: int, tensor_parallel: int, width: int = 512, la
     shape = ["--width", str(width), "--layers", str(layers), "--heads", "4"]
     if layout == "fsdp":
         shape += ["--tensor-parallel", str(tensor_parallel)]
+    return run_workers("benchmarks.sharding", groups * tensor_parallel, layout, shape)
+
+
+def run_workers(module: str, processes: int, what: str, words: list[str]) -> dict[str, Any]:
+    """Run `python -m MODULE --worker WHAT FOLDER WORDS` in some processes; return what they left in found.json."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={groups * tensor_parallel}", "-m", "benchmarks.sharding"]
-        command += ["--worker", layout, folder, *shape]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command += ["-m", module, "--worker", what, folder, *words]
         # glibc: freed memory is given back at once, or a peak would not show what reuses it
         environment = clean_environment() | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+        environment["OMP_NUM_THREADS"] = "1"  # torchrun would set this, too, and say so
         subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
         return json.loads(Path(folder, "found.json").read_text())
 

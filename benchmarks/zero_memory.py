@@ -34,21 +34,24 @@ def megabytes(*trees: object) -> float:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()) / 1e6
 
 
-def held(engine) -> dict[str, float]:
-    """Return the MB that this process holds by kind; call it between `engine.backward` and `engine.step`.
+def parts(engine) -> dict[str, object]:
+    """Return the tensors that this process holds by kind, in nested lists.
 
-    Optimizer state is there from the second step on.
+    Gradients are there from `engine.backward` to `engine.step`, optimizer state from the first step on.
     """
     parameters = list(engine.parameters())
     optimizer = engine.optimizer
     return {
-        "parameters": megabytes([[weight.data, getattr(weight, "ds_tensor", None)] for weight in parameters]),
-        "gradients": megabytes(
-            [weight.grad for weight in parameters], [getattr(optimizer, name, None) for name in GRADIENTS]
-        ),
-        "master copy": megabytes([getattr(optimizer, name, None) for name in MASTER_COPY]),
-        "optimizer state": megabytes(list(engine.basic_optimizer.state.values())),
+        "parameters": [[weight.data, getattr(weight, "ds_tensor", None)] for weight in parameters],
+        "gradients": [[weight.grad for weight in parameters], [getattr(optimizer, name, None) for name in GRADIENTS]],
+        "master copy": [getattr(optimizer, name, None) for name in MASTER_COPY],
+        "optimizer state": list(engine.basic_optimizer.state.values()),
     }
+
+
+def held(engine) -> dict[str, float]:
+    """Return the MB that this process holds by kind, see `parts`; call it between `engine.backward` and `step`."""
+    return {kind: megabytes(trees) for kind, trees in parts(engine).items()}
 
 
 def note(engine) -> None:
