@@ -8,6 +8,9 @@ is taken after each operation of PyTorch, of the bytes of every storage that is 
 would be what torch.cuda.max_memory_allocated() counts. What is not seen: what an operation needs while it computes,
 copies that Gloo makes, Python itself and libraries. Time is not measured.
 
+All that goes before the last micro-batch of the third step only makes gradients, optimizer state and buffers, whose
+sizes do not depend on the samples. So it has one token each: a processor without AVX512-BF16 takes long for bf16.
+
 It needs the requirements of the examples fsdp, deepspeed and lora; --examples measures the rungs of some of them.
 """
 
@@ -128,12 +131,15 @@ class Tracker(TorchDispatchMode):
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # DTensor first: it calls operations on the tensors that this process has
         result = function(*args, **kwargs or {})
-        for tensor in tree_leaves((args, kwargs, result)):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
-                storage = tensor.untyped_storage()
-                address = storage._cdata
-                if address not in self.alive:
-                    self.alive[address] = weakref.ref(storage, functools.partial(self.forget, address))
+        tensors = [one for one in tree_leaves((args, kwargs, result)) if isinstance(one, torch.Tensor)]
+        storages = [tensor.untyped_storage() for tensor in tensors if not isinstance(tensor, DTensor)]
+        storages = [storage for storage in storages if storage.device.type != "meta"]
+        if not storages:
+            return result  # DTensor tries out on the meta device, without memory, which shape a result will have
+        for storage in storages:
+            address = storage._cdata
+            if address not in self.alive:
+                self.alive[address] = weakref.ref(storage, functools.partial(self.forget, address))
         sizes = self.sizes()
         if sum(sizes.values()) > self.peak:
             self.peak, self.at_peak, self.named = sum(sizes.values()), sizes, self.names()
@@ -272,15 +278,18 @@ def measure_rung(rung: Rung, sizes: dict[str, int]) -> dict[str, float]:
     torch.manual_seed(0)
     with Tracker() as tracker:
         training = {"ddp": ddp, "fsdp": fsdp, "zero": zero, "lora": lora}[rung.way](rung, sizes)
-        for _ in range(3):
+        for step in range(1, 4):
             tracker.parts, tracker.peak = training.parts, 0
             before = megabytes(tracker.sizes(), tracker.names())
             for number in range(1, rung.micro_batches + 1):
-                tokens = torch.randint(256, (SAMPLES // rung.micro_batches, sizes["context"] + 1))
+                is_last = number == rung.micro_batches
+                measured = step == 3 and is_last
+                batch, context = (SAMPLES // rung.micro_batches, sizes["context"]) if measured else (1, 1)
+                tokens = torch.randint(256, (batch, context + 1))
                 logits = training.forward(tokens[:, :-1])
                 loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
                 del logits
-                training.backward(loss, number == rung.micro_batches)
+                training.backward(loss, is_last)
                 del loss
             training.step()
         found = megabytes(tracker.at_peak, tracker.named)
@@ -302,6 +311,8 @@ def worker(example: str, folder: Path, sizes: dict[str, int]) -> None:
             every = [None] * dist.get_world_size()
             dist.all_gather_object(every, measure_rung(rung, sizes))
             found[rung.name] = max(every, key=lambda one: one["peak"])
+            if dist.get_rank() == 0:
+                print(f"{rung.name}: {found[rung.name]['peak']:.1f} MB", flush=True)
     if dist.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
     dist.barrier()
