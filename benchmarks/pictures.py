@@ -121,7 +121,8 @@ def launch_figure() -> Figure:
 
 
 def content(figure: Figure) -> dict[str, list]:
-    """Return what a picture says: its texts, the points of its curves, and the ends of its bars."""
+    """Return what a picture says: its texts, the points of its curves, and the lengths of its bars."""
+    figure.draw_without_rendering()  # else its axes have no labels yet
     texts = [text.get_text() for text in figure.findobj(Text)]
     return {
         "texts": sorted(text for text in texts if text),

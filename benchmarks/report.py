@@ -1,6 +1,7 @@
 """What benchmarks/measure.py has measured, as CSV, as a Markdown table and as a picture. It needs matplotlib only."""
 
 import csv
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -81,18 +82,26 @@ def run_cells(run: Run, first: str) -> dict[str, str]:
     }
 
 
-def same_bits(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs with the first one's weights and losses, to the bit; the first is one of them."""
-    return [run for run in runs if run.largest_difference == 0 and run.train_losses == runs[0].train_losses]
+def agreeing(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs that end with the first one's weights, to the bit, and had its losses; the first is one of them.
+
+    Losses are the same if they differ by a rounding: Lightning adds up the same numbers in another order.
+    """
+
+    def same(run: Run) -> bool:
+        pairs = zip(run.train_losses, runs[0].train_losses, strict=True)
+        return run.largest_difference == 0 and all(math.isclose(*pair, rel_tol=1e-12) for pair in pairs)
+
+    return [run for run in runs if same(run)]
 
 
 def runs_figure(runs: Sequence[Run]) -> Figure:
     """Return the picture of the runs: the training loss, once for all that agree, and bars of what each costs."""
     figure = Figure(figsize=(12, 3.4), dpi=150, facecolor="white", layout="constrained")
     curves, *bars = figure.subplots(1, 5, width_ratios=(1.5, 1, 1, 1, 1))
-    alike = same_bits(runs)
+    alike = agreeing(runs)
     number = f"all {len(runs)}" if len(alike) == len(runs) else f"{len(alike)} of {len(runs)}"
-    curves.set(title=f"training loss:\n{number} agree to the bit", xlabel="epoch")
+    curves.set(title=f"training loss; the weights of\n{number} agree to the bit", xlabel="epoch")
     for run in [runs[0], *(run for run in runs if run not in alike)]:
         epochs = range(1, len(run.train_losses) + 1)
         label = run.example if run is not runs[0] else f"{number} examples"

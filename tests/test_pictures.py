@@ -98,27 +98,32 @@ def test_committed_pictures(tmp_path: Path) -> None:
     runs = report.read_runs(FOLDER / "compare.csv")
     assert {run.example for run in runs} <= set(compare["texts"]) and len(compare["bars"]) == 5 * len(runs)
     assert compare["bars"][len(runs)] == runs[0].samples_per_second
+    slower = [*runs[:-1], dataclasses.replace(runs[-1], samples_per_second=1.0)]
+    assert pictures.content(report.runs_figure(runs)) == compare != pictures.content(report.runs_figure(slower))
 
 
 def runs_of(*differences: float) -> list[report.Run]:
-    """Return a run for each difference of the weights; the losses of every run but the first are moved as much."""
-    losses = [1.5, 0.3 + 1e-17]
+    """Return a run for each difference of its weights from the first one's; its losses differ as much."""
     return [
-        report.Run(f"run{i}", one, 0.97, 10.0, 400.0, 500.0, 200, 380, tuple(loss + one for loss in losses))
+        report.Run(f"run{i}", one, 0.97, 10.0, 400.0, 500.0, 200, 380, (1.5 + one, 0.3 + one))
         for i, one in enumerate(differences)
     ]
 
 
 def test_comparison_says_who_agrees(tmp_path: Path) -> None:
     """The title counts who agrees to the bit; who does not has a curve of its own, and is named."""
-    report.write_csv(runs_of(0, 0, 0), tmp_path / "runs.csv")
-    assert report.read_runs(tmp_path / "runs.csv") == runs_of(0, 0, 0)
-    same = report.runs_figure(report.read_runs(tmp_path / "runs.csv"))
-    assert same.axes[0].get_title().endswith("all 3 agree to the bit") and len(same.axes[0].lines) == 1
-    other = report.runs_figure(runs_of(0, 0, 1e-9, 0))
-    assert other.axes[0].get_title().endswith("3 of 4 agree to the bit")
-    assert [line.get_label() for line in other.axes[0].lines] == ["3 of 4 examples", "run2"]
-    assert list(other.axes[0].lines[1].get_ydata()) == list(runs_of(1e-9)[0].train_losses)
+    same = runs_of(0, 0, 0)
+    same[1] = dataclasses.replace(same[1], train_losses=(1.5000000000000002, 0.3))  # the same sum in another order
+    report.write_csv(same, tmp_path / "runs.csv")
+    assert report.read_runs(tmp_path / "runs.csv") == same
+    axis = report.runs_figure(same).axes[0]
+    assert axis.get_title().endswith("\nall 3 agree to the bit") and len(axis.lines) == 1
+    others = runs_of(0, 0, 1e-9, 0)
+    others[1] = dataclasses.replace(others[1], train_losses=(1.5, 0.3001))
+    axis = report.runs_figure(others).axes[0]
+    assert axis.get_title().endswith("\n2 of 4 agree to the bit")
+    assert [line.get_label() for line in axis.lines] == ["2 of 4 examples", "run1", "run2"]
+    assert [tuple(line.get_ydata()) for line in axis.lines] == [run.train_losses for run in others[:3]]
 
 
 def test_refused(tmp_path: Path) -> None:
