@@ -46,6 +46,7 @@ EXAMPLES = [example for example, text in SCRIPTS.items() if "ConvNet on {" in te
 # Those that need one environment; the others are measured with --venv only.
 ALIKE = [example for example in EXAMPLES if "import ConvNet" in SCRIPTS[example]]
 FIRST = "ddp_spawn"  # what the others are compared with
+RULER = "\n# ---- Below: "  # in each train.py: what stands above it is to be read
 IMAGES, BATCH = 12_000, 64  # of the synthetic data set; of each process, by default
 
 
@@ -79,9 +80,9 @@ def follow(read_until: Callable[[str], object], workers: Callable[[], list[int]]
     return first, memory
 
 
-def code_lines(path: Path) -> int:
+def code_lines(text: str) -> int:
     """Return how many lines of a Python file are neither blank nor comments nor its docstring."""
-    code = re.sub(r'\A""".*?"""', "", path.read_text(), flags=re.DOTALL)
+    code = re.sub(r'\A""".*?"""', "", text, flags=re.DOTALL)
     return sum(bool(line.strip()) and not line.strip().startswith("#") for line in code.splitlines())
 
 
@@ -98,7 +99,8 @@ def compare(args: argparse.Namespace) -> None:
     local: 2 processes each, started by the command of the example's README.
     job:   4 processes each, in the lab, whose SLURM runs the example's run.slurm, on 2 nodes where it can.
 
-    benchmarks/compare.png is such a local.png. That the weights agree is not checked here but in the tests.
+    The README's table and picture are made of such a local.csv, kept as benchmarks/compare.csv: see
+    benchmarks/pictures.py. That the weights agree is not checked here but in the tests.
     """
     from lab import Lab, why_not
     from tests.harness import jobs, outputs, runs
@@ -109,7 +111,7 @@ def compare(args: argparse.Namespace) -> None:
     if in_job and (reason := why_not()):
         args.error(reason)
     path = args.output / f"{args.command}.csv"
-    found, losses, weights = [], {}, {}
+    found, weights = [], {}
     with contextlib.ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="measure-")))
         if in_job:
@@ -128,14 +130,15 @@ def compare(args: argparse.Namespace) -> None:
                 assert run.wait(60).status == 0, f"{example} ended with {run.status}:\n{run.stdout}{run.stderr}"
                 output = folder / "output"
             rows, weights[example] = read_metrics(output), outputs.read_model(output)
-            losses[example] = [row["train_loss"] for row in rows]
             difference = outputs.largest_difference(weights[example], weights[FIRST])
             accuracy, start = rows[-1]["test_accuracy"], first - rows[0]["seconds"]
-            lines = code_lines(folder / "train.py")
-            found.append(report.Run(example, difference, accuracy, start, speed(rows), memory, lines))
+            above, ruler, below = SCRIPTS[example].partition(RULER)
+            lines = code_lines(above), code_lines(above + ruler + below)
+            losses = tuple(row["train_loss"] for row in rows)
+            found.append(report.Run(example, difference, accuracy, start, speed(rows), memory, *lines, losses))
             print(found[-1], flush=True)
             report.write_csv(found, path)
-    report.draw_runs(found, losses, path, machine())
+    report.draw_runs(found, path, machine())
 
 
 class PerImage:

@@ -1,6 +1,7 @@
 """What the modules beside it have measured, as CSV, as a Markdown table and as a picture. It needs matplotlib only."""
 
 import csv
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -19,7 +20,9 @@ class Run:
     seconds_to_first_step: float  # from the command on
     samples_per_second: float  # of all processes
     peak_mb_per_process: float  # of the largest process
-    code_lines: int  # of train.py
+    lines_to_read: int  # of code in train.py, above the ruler
+    code_lines: int  # of the whole train.py
+    train_losses: tuple[float, ...]  # of each epoch
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,19 @@ def write_csv(rows: Sequence[Run | Speed], path: Path) -> None:
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(field.name for field in fields(rows[0]))
-        writer.writerows(map(astuple, rows))
+        for row in rows:
+            writer.writerow(" ".join(map(repr, cell)) if isinstance(cell, tuple) else cell for cell in astuple(row))
+
+
+def read_runs(path: Path) -> list[Run]:
+    """Read what `write_csv` has written of runs; raises OSError, KeyError or ValueError if it is something else."""
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    kinds = {
+        field.name: (lambda text: tuple(map(float, text.split()))) if field.name == "train_losses" else field.type
+        for field in fields(Run)
+    }
+    return [Run(**{name: kind(row[name]) for name, kind in kinds.items()}) for row in rows]
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:
@@ -63,24 +78,60 @@ def run_cells(run: Run, first: str) -> dict[str, str]:
         "s to the first step": f"{run.seconds_to_first_step:.1f}",
         "samples/s": f"{run.samples_per_second:.0f}",
         "MB per process": f"{run.peak_mb_per_process:.0f}",
-        "code lines": str(run.code_lines),
+        "code lines to read": f"{run.lines_to_read} of {run.code_lines}",
     }
 
 
-def draw_runs(runs: Sequence[Run], losses: Mapping[str, Sequence[float]], path: Path, caption: str) -> None:
-    """Write the table and the picture beside the CSV file `path`; `losses` are those of each epoch, by example."""
-    rows = [run_cells(run, runs[0].example) for run in runs]
-    figure = Figure(figsize=(16, 4))
-    curves, *bars = figure.subplots(1, 4)
-    for width, (example, values) in zip(range(2 * len(losses), 0, -2), losses.items(), strict=True):
-        curves.plot(range(1, len(values) + 1), values, linewidth=width, label=example)  # thin ones on top of thick ones
-    curves.set(title="training loss", xlabel="epoch")
-    curves.legend()
-    for axis, title in zip(bars, ("s to the first step", "samples/s", "MB per process"), strict=True):
-        axis.barh(list(losses), [float(row[title]) for row in rows])
-        axis.invert_yaxis()
-        axis.set_title(title)
-    finish(rows, figure, path, caption)
+def agreeing(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs that end with the first one's weights, to the bit, and had its losses; the first is one of them.
+
+    Losses are the same if they differ by a rounding: Lightning adds up the same numbers in another order.
+    """
+
+    def same(run: Run) -> bool:
+        pairs = zip(run.train_losses, runs[0].train_losses, strict=True)
+        return run.largest_difference == 0 and all(math.isclose(*pair, rel_tol=1e-12) for pair in pairs)
+
+    return [run for run in runs if same(run)]
+
+
+def runs_figure(runs: Sequence[Run]) -> Figure:
+    """Return the picture of the runs: the training loss, once for all that agree, and bars of what each costs."""
+    figure = Figure(figsize=(12, 3.4), dpi=150, facecolor="white", layout="constrained")
+    curves, *bars = figure.subplots(1, 5, width_ratios=(1.5, 1, 1, 1, 1))
+    alike = agreeing(runs)
+    number = f"all {len(runs)}" if len(alike) == len(runs) else f"{len(alike)} of {len(runs)}"
+    curves.set(title=f"training loss; the weights of\n{number} agree to the bit", xlabel="epoch")
+    for run in [runs[0], *(run for run in runs if run not in alike)]:
+        epochs = range(1, len(run.train_losses) + 1)
+        label = run.example if run is not runs[0] else f"{number} examples"
+        curves.plot(epochs, run.train_losses, "o-", markersize=4, label=label)
+    curves.set(xticks=list(epochs), ylim=(0, None))
+    if len(alike) < len(runs):
+        curves.legend()
+    columns = {
+        "s to the first step\n(less is better)": [run.seconds_to_first_step for run in runs],
+        "samples/s\n(more is better)": [run.samples_per_second for run in runs],
+        "MB per process\n(less is better)": [run.peak_mb_per_process for run in runs],
+        "code lines to read,\nof all in train.py": [run.code_lines for run in runs],
+    }
+    names = [run.example for run in runs]
+    for axis, (title, values) in zip(bars, columns.items(), strict=True):
+        drawn = axis.barh(names, values, color="lightsteelblue" if axis is bars[-1] else "tab:blue")
+        axis.bar_label(drawn, [f"{value:.0f}" for value in values], padding=3)
+        axis.set(title=title, xticks=[], xlim=(0, 1.3 * max(values)), ylim=(len(runs) - 0.5, -0.5))
+        axis.spines[["top", "right", "bottom"]].set_visible(False)
+        axis.tick_params(left=False, labelleft=axis is bars[0])
+    read = bars[-1].barh(names, [run.lines_to_read for run in runs], color="tab:blue")
+    bars[-1].bar_label(read, label_type="center", color="white")
+    for axis in figure.axes:
+        axis.title.set_fontsize(10)
+    return figure
+
+
+def draw_runs(runs: Sequence[Run], path: Path, caption: str) -> None:
+    """Write the table and the picture beside the CSV file `path`."""
+    finish([run_cells(run, runs[0].example) for run in runs], runs_figure(runs), path, caption)
 
 
 def by_processes(speeds: Sequence[Speed]) -> dict[tuple[str, str, str], dict[int, list[Speed]]]:
@@ -134,7 +185,7 @@ def draw_speeds(speeds: Sequence[Speed], path: Path, caption: str = "") -> None:
     """
     curves = by_processes(speeds)
     panels = list(dict.fromkeys((scaling, precision) for _, scaling, precision in curves))
-    figure = Figure(figsize=(5.5 * len(panels), 4))
+    figure = Figure(figsize=(5.5 * len(panels), 4), layout="tight")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)
     ticks = sorted({speed.processes for speed in speeds})
     for axis, (scaling, precision) in zip(axes[0], panels, strict=True):
@@ -156,6 +207,5 @@ def finish(rows: Sequence[Mapping[str, str]], figure: Figure | None, path: Path,
     """Write the table, and the picture if there is one, beside the CSV file `path`, and print the table."""
     path.with_suffix(".md").write_text(f"{caption}\n\n{table(rows)}".lstrip())
     if figure:
-        figure.tight_layout()
-        figure.savefig(path.with_suffix(".png"), dpi=100)
+        figure.savefig(path.with_suffix(".png"))
     print(f"\n{table(rows)}\n{path.parent}: {path.stem}.csv, {path.stem}.md{f', {path.stem}.png' * bool(figure)}")
