@@ -379,7 +379,7 @@ def test_readme_and_requirements(example: str, source: Path) -> None:
     titles = ["What it shows", "Run locally", "Run on SLURM", "Expected output", "Make it yours", "When it fails"]
     assert re.findall("^## (.+)$", readme, re.MULTILINE) == titles
     recipes = [text for language in ("python", "diff") for text in fences(source / "README.md", language)]
-    assert len(readme.splitlines()) - sum(len(text.splitlines()) + 2 for text in recipes) <= 147
+    assert len(readme.splitlines()) - sum(len(text.splitlines()) + 2 for text in recipes) <= 145
     local = readme.partition("## Run locally")[2].partition("## ")[0]
     assert " ".join(LAUNCHERS[example].command(2)) in local.splitlines()
     for line in (source / "requirements.txt").read_text().splitlines():
