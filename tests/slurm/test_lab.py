@@ -201,7 +201,7 @@ def test_readme_of_the_repository(name: str, tmp_path: Path) -> None:
     install = readme.until(ROOT / "README.md", "sudo python3 -m lab down")[1:]  # without apt-get
     up, submit, down = (as_written(line, name, share) for line in install[2:])
     assert run_lines([*install[:2], up, submit], tmp_path / "clone") == "Submitted batch job 1\n"
-    assert Lab.find(name).wait_for_job(1)["JobState"] == "COMPLETED"
+    assert Lab.find(name).wait_for_job(1, seconds=300)["JobState"] == "COMPLETED"
     log = tmp_path / "clone" / "examples" / "ddp_spawn" / "ddp_spawn-1.out"
     assert "finished: test acc" in log.read_text()
     assert run_lines([down], tmp_path / "clone") == "lab: ended\n"
