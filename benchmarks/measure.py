@@ -189,7 +189,7 @@ def loop(rank: int, processes: int, bf16: bool, meeting: str, barrier: Barrier, 
             libc.mallopt(-1, 2**31 - 1)
         torch.set_num_threads(1)
         loader = DataLoader(train_set, sampler=BatchSampler(sampler, BATCH, drop_last=True), batch_size=None)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         barrier.wait()
         start, samples = time.perf_counter(), 0

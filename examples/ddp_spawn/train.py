@@ -145,7 +145,7 @@ def main(rank, args, port):
     # Model, optimizer, and their state if the run is resumed.
     torch.manual_seed(args.seed)
     model = ConvNet().to(device, DTYPES[args.precision])
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
     history = checkpoint["history"] if checkpoint else []  # one dict per epoch: the rows of metrics.csv
     if checkpoint:
         model.load_state_dict(checkpoint["model"])

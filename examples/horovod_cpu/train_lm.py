@@ -154,7 +154,7 @@ def main(args):
     # Model, optimizer, and their state if the run is resumed.
     torch.manual_seed(args.seed)
     model = TinyGPT(context=args.context).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
     optimizer = distribute(args, model, optimizer, checkpoint, resumed=bool(history))
 
     # Train

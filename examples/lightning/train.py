@@ -122,7 +122,7 @@ class LitConvNet(L.LightningModule):
         self.log_dict(shares, sync_dist=True, reduce_fx="sum")
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), learning_rate(self.args, 0), fused=True)
+        return torch.optim.AdamW(self.parameters(), learning_rate(self.args, 0))
 
     def on_train_start(self):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # lightning: end at SIGTERM; its handler would first wait

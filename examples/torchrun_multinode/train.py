@@ -161,7 +161,7 @@ def main(args):
     # Model, optimizer, and their state if the run is resumed.
     torch.manual_seed(args.seed)
     model = ConvNet().to(device, DTYPES[args.precision])
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
     history = checkpoint["history"] if checkpoint else []  # one dict per epoch: the rows of metrics.csv
     position = resume_position(checkpoint, device)  # steps, seconds and sums of the current epoch so far
     if checkpoint:
