@@ -116,7 +116,9 @@ def seen_by_others(lab: Lab, node: str, token: str) -> str:
 
     Installed packages are left out: /tmp may hold environments of many GB, which take minutes to read.
     """
-    look = "grep -rlsF --exclude-dir=site-packages -f - /tmp /dev/shm /run/user /proc/[0-9]*/cmdline /proc/[0-9]*/environ"
+    look = (
+        "grep -rlsF --exclude-dir=site-packages -f - /tmp /dev/shm /run/user /proc/[0-9]*/cmdline /proc/[0-9]*/environ"
+    )
     words = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "sh", "-c", f"{look}; true"]
     return lab.run(words, node, "/", user="root", input=token, timeout=120).stdout.strip()
 
