@@ -109,7 +109,7 @@ def train(session: nox.Session) -> None:
 @every_example
 def smoke(session: nox.Session, example: str) -> None:
     """Copy each example out of the repository, run its README's command and its tests there, on CPU over Gloo."""
-    run_tests(session, example, "not slurm and not faults and not gpu", at_once=2)
+    run_tests(session, example, "not slurm and not faults and not gpu", at_once=3)
 
 
 @nox.session

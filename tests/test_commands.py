@@ -105,7 +105,7 @@ def run_by(file: str) -> dict[str, str]:
         local = " ".join(LAUNCHERS[Path(file).parent.name].command(2))
         table |= dict.fromkeys(readme.until(ROOT / file, local), "conftest.py::reference")
         if not any(command.startswith("sbatch") for command in table):
-            table["sbatch run.slurm"] = "slurm/conftest.py::reference_jobs"
+            table["sbatch run.slurm"] = "slurm/conftest.py::reference_job"
     return table
 
 

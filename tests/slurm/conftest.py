@@ -20,7 +20,7 @@ from tests.harness.jobs import (
     submit,
     two_processes,
 )
-from tests.harness.launchers import copy_example
+from tests.harness.launchers import LAUNCHERS, copy_example
 from tests.harness.runs import Reference
 
 
@@ -37,31 +37,37 @@ def lab(session_folder: Path) -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="session")
-def reference_jobs(example: str, source: Path, lab: Lab, session_folder: Path) -> Callable[[], list[Reference]]:
-    """A function that returns what two jobs leave, run at once in one folder: as shipped, and with 2 processes.
+def reference_job(example: str, source: Path, lab: Lab, session_folder: Path) -> Callable[[str], Reference]:
+    """A function that returns what a job leaves: one as shipped, or a small one with 2 processes.
 
-    The lab's GPUs, which the second job asks for, are stand-ins: CUDA finds none, and it trains on CPU.
+    With the five launch patterns both run at once, in one folder. The lab's GPUs, which the small job asks for, are
+    stand-ins: CUDA finds none, and it trains on CPU.
     """
 
-    def make(folder: Path) -> list[Reference]:
+    def make(folder: Path, wanted: list[str]) -> list[Reference]:
         copied = copy_example(source, folder / example)
-        shipped = submit(lab, example, copied, options=(all_nodes(source),))
-        small = submit(lab, example, copied, options=two_processes(source))
-        assert_completed(shipped, EPOCHS)
-        assert_completed(small, EPOCHS, processes=2)
-        assert "gpu:" in small.shown["TresPerNode"]
-        return [Reference(job.output, job.log) for job in (shipped, small)]
+        options = {"shipped": (all_nodes(source),), "small": two_processes(source)}
+        jobs = {name: submit(lab, example, copied, options=options[name]) for name in wanted}
+        for name, job in jobs.items():
+            assert_completed(job, EPOCHS, processes=2 if name == "small" else None)
+            assert name == "shipped" or "gpu:" in job.shown["TresPerNode"]
+        return [Reference(job.output, job.log) for job in jobs.values()]
 
-    return lambda: runs.references(session_folder / f"undisturbed-{example}", make)
+    def find(name: str) -> Reference:
+        wanted = ["shipped", "small"] if LAUNCHERS[example].pattern else [name]
+        folder = session_folder / f"undisturbed-{'-'.join(wanted)}-{example}"
+        return runs.references(folder, lambda folder: make(folder, wanted))[wanted.index(name)]
+
+    return find
 
 
 @pytest.fixture(scope="session")
-def shipped_job(reference_jobs: Callable[[], list[Reference]]) -> Callable[[], Reference]:
+def shipped_job(reference_job: Callable[[str], Reference]) -> Callable[[], Reference]:
     """A function that returns what run.slurm leaves as it is; called last, since it may have to run the job."""
-    return lambda: reference_jobs()[0]
+    return lambda: reference_job("shipped")
 
 
 @pytest.fixture(scope="session")
-def two_process_job(reference_jobs: Callable[[], list[Reference]]) -> Callable[[], Reference]:
+def two_process_job(reference_job: Callable[[str], Reference]) -> Callable[[], Reference]:
     """A function that returns what a job with 2 processes leaves; called last, since it may have to run the job."""
-    return lambda: reference_jobs()[1]
+    return lambda: reference_job("small")

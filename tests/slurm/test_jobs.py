@@ -32,6 +32,12 @@ from tests.harness.runs import Reference
 pytestmark = pytest.mark.slurm
 
 
+def test_shipped_job(example: str, shipped_job: Callable[[], Reference]) -> None:
+    """Unmodified, run.slurm completes, on all nodes that it may use, and the model has learnt."""
+    assert LAUNCHERS[example].has_learnt(outputs.read_metrics(shipped_job().output)[-1], tolerance=0.01)
+
+
+@pytest.mark.pattern
 def test_two_jobs_at_once(
     example: str, shipped_job: Callable[[], Reference], two_process_job: Callable[[], Reference]
 ) -> None:
@@ -146,8 +152,7 @@ def test_preempted_and_killed(
 ) -> None:
     """A preempted job starts again by itself, continues, and appends to its log. SIGKILL to a worker: the job fails.
 
-    Requeued, it continues. The same with what started the workers, where srun does not. In the end it has the same
-    bits. A launcher that starts a dead worker again needs no requeue.
+    Requeued, it continues, and ends with the same bits. A launcher that starts a dead worker again needs no requeue.
     """
     recovers = LAUNCHERS[example].job_recovers
     job = submit(lab, example, slowed(source, tmp_path / example, "2"), options=two_processes(source))
@@ -162,15 +167,31 @@ def test_preempted_and_killed(
     wait_for_progress(job, starts=3)
     assert job.shown["Restarts"] == str(1 + (not recovers))
     assert not recovers or "exitcode: -9" in job.log
+    assert_completed(job, EPOCHS, processes=2)
+    assert job.log.count(LAUNCHERS[example].first_line) == 3
+    assert "SIGKILL" in job.log or "Killed" in job.log
+    outputs.assert_same_run(job.output, two_process_job().output)
+
+
+@pytest.mark.faults
+def test_launcher_killed(
+    example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]
+) -> None:
+    """SIGKILL to what started the workers: the job fails; requeued, it ends with the same bits.
+
+    Where srun starts them, nothing stands between.
+    """
+    job = submit(lab, example, slowed(source, tmp_path / example, "2"), options=two_processes(source))
+    job.wait_for_line("epoch  1/")
     above = starters(job)
     assert bool(above) == (header(source, "ntasks-per-node") == 1)
-    if above:
-        os.kill(above[0], signal.SIGKILL)
-        assert_failed(job)
-        lab.requeue(job.id)
+    if not above:
+        return job.cancel()
+    os.kill(above[0], signal.SIGKILL)
+    assert_failed(job)
+    lab.requeue(job.id)
     assert_completed(job, EPOCHS, processes=2)
-    assert job.log.count(LAUNCHERS[example].first_line) == 3 + bool(above)
-    assert "SIGKILL" in job.log or "Killed" in job.log
+    assert job.log.count(LAUNCHERS[example].first_line) == 2
     outputs.assert_same_run(job.output, two_process_job().output)
 
 
