@@ -1,4 +1,4 @@
-"""`python -m benchmarks.network`, where the table of docs/slow-networks.md comes from: one model, one round, two rates."""
+"""`python -m benchmarks.network`, which docs/slow-networks.md cites: one model, one round, a fast and a slow link."""
 
 import csv
 import subprocess
