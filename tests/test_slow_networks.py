@@ -33,10 +33,13 @@ def test_bf16_exchange(example: str, folder: Path, reference: Reference) -> None
     """Gradients that are sent with 16 bits are rounded: the run learns as much, and its weights differ a little."""
     apply_recipe(folder, "bf16_compress_hook")
     runs.train(example, folder, 2)
-    rows, expected = (outputs.read_metrics(output)[-1] for output in (folder / "output", reference.output))
-    assert rows["test_accuracy"] > 0.95 and rows["test_accuracy"] == pytest.approx(expected["test_accuracy"], abs=0.01)
-    models = [outputs.read_model(output) for output in (folder / "output", reference.output)]
-    assert 0 < outputs.largest_difference(*models) < 0.02
+    row, expected = (outputs.read_metrics(output)[-1] for output in (folder / "output", reference.output))
+    assert row["test_accuracy"] > 0.95 and row["test_accuracy"] == pytest.approx(expected["test_accuracy"], abs=0.01)
+    one, other = (
+        torch.nn.utils.parameters_to_vector(outputs.read_model(output).values())
+        for output in (folder / "output", reference.output)
+    )
+    assert 0 < (one - other).norm() / other.norm() < 0.15  # 0.07 has been seen; two seeds make it more than 1
 
 
 @pytest.mark.faults
