@@ -39,13 +39,13 @@ def test_bf16_exchange(example: str, folder: Path, reference: Reference) -> None
         torch.nn.utils.parameters_to_vector(outputs.read_model(output).values())
         for output in (folder / "output", reference.output)
     )
-    assert 0 < (one - other).norm() / other.norm() < 0.15  # 0.07 has been seen; two seeds make it more than 1
+    assert 0 < (one - other).norm() / other.norm() < 0.15  # weights that have nothing in common are 1.4 apart
 
 
 @pytest.mark.faults
 def test_local_sgd(example: str, folder: Path) -> None:
     """The processes' weights part, and are averaged before they are evaluated and saved; a resumed run does so, too."""
-    apply_recipe(folder, "LOCAL_STEPS")
+    apply_recipe(folder, "average_weights")
     loop = "    for weight in model.parameters():\n"
     note = '    torch.save(model.state_dict(), f"before-{dist.get_rank()}.pt")\n'
     edits.edit(folder / "train.py", loop, note + loop)
