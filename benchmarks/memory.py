@@ -53,10 +53,12 @@ RUNGS = {
     "4 micro-batches of 4": Rung(micro_batches=4),
     "bf16 autocast": Rung(bf16=True),
     "activation checkpointing": Rung(checkpointing=True),
-    "4 micro-batches, activation checkpointing": Rung(micro_batches=4, checkpointing=True),
+    "4 micro-batches and activation checkpointing": Rung(micro_batches=4, checkpointing=True),
     "DDP, 2 processes": Rung(processes=2),
     "FSDP2, 2 processes": Rung(processes=2, sharded=True),
-    "FSDP2, 2 processes, 4 micro-batches of 2 each, activation checkpointing": Rung(2, 4, False, True, True),
+    "FSDP2, 2 processes, 4 micro-batches and activation checkpointing": Rung(
+        processes=2, micro_batches=4, checkpointing=True, sharded=True
+    ),
     "LoRA of rank 8, base weights frozen": Rung(lora=8),
 }
 
@@ -204,7 +206,7 @@ def parse_args() -> argparse.Namespace:
         "python -m benchmarks.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    for name, default in {"width": 384, "layers": 6, "heads": 6, "context": 128}.items():
+    for name, default in {"width": 384, "layers": 6, "heads": 6, "context": 64}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"of the model (default: {default})")
     parser.add_argument("--output", type=Path, default="results", help="folder for the results")
     args = parser.parse_args()
@@ -228,8 +230,11 @@ def main() -> None:
         writer = csv.DictWriter(file, ["way", "round", "peak", "states", "seconds", "loss"])
         writer.writeheader()
         for number in range(args.rounds):
-            rounds.append({name: measure([name], sizes)[name] for name in RUNGS})
-            writer.writerows({"way": name, "round": number, **row} for name, row in rounds[-1].items())
+            rounds.append({})
+            for name in RUNGS:
+                rounds[-1][name] = measure([name], sizes)[name]
+                writer.writerow({"way": name, "round": number, **rounds[-1][name]})
+                file.flush()  # what has been measured stays, should this be stopped
     plain = statistics.median(one[next(iter(RUNGS))]["seconds"] for one in rounds)
     weights = sum(weight.numel() for weight in TinyGPT(**sizes).parameters())
     caption = f"TinyGPT of {weights / 1e6:.1f} million weights, {BATCH} sequences of {args.context} tokens in a step, "
