@@ -15,6 +15,7 @@ PLAIN = next(iter(RUNGS))
 PAGE = (ROOT / "docs" / "out-of-memory.md").read_text()
 
 
+@pytest.mark.faults
 def test_each_way() -> None:
     """Weights, gradients and Adam's state follow from the numbers of weights; what saves activations has lower peaks.
 
