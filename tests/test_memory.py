@@ -10,7 +10,8 @@ from benchmarks.memory import RUNGS
 from common.models import TinyGPT
 from tests.harness.launchers import ROOT
 
-SIZES = {"width": 64, "layers": 6, "heads": 4, "context": 64}
+# Large enough that all matrices are blocks that glibc gives back when they are freed, 64 KB or more.
+SIZES = {"width": 128, "layers": 4, "heads": 4, "context": 64}
 PLAIN = next(iter(RUNGS))
 PAGE = (ROOT / "docs" / "out-of-memory.md").read_text()
 
@@ -27,12 +28,12 @@ def test_each_way() -> None:
     weights = sum(weight.numel() for weight in TinyGPT(**SIZES).parameters())
     adapters = 8 * 18 * SIZES["width"] * SIZES["layers"]  # rank x inputs and outputs of a block's six layers
     plain = found[PLAIN]
-    assert plain["peak"] > 0.9 * plain["states"]  # later ones use again what the process has
     for name, rung in ways.items():
         expected = 4 * weights + 16 * adapters if rung.lora else 16 * weights
         expected /= rung.processes if rung.sharded else 1
         assert found[name]["states"] * 1e6 == pytest.approx(expected, rel=0.01), name
-        assert found[name]["seconds"] > 0, name
+        # Less than all of them, as small blocks that the way before has freed in this process are used again.
+        assert found[name]["peak"] > 0.7 * found[name]["states"] and found[name]["seconds"] > 0, name
         difference = abs(found[name]["loss"] - plain["loss"])
         assert difference > 1e-3 if rung.lora else difference < 1e-4, (name, difference)
         if rung.checkpointing or rung.micro_batches > 1:
