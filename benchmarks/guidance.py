@@ -13,7 +13,6 @@ batch kept, have the loss of one process with B.
 
 import argparse
 import csv
-import ctypes
 import itertools
 import math
 import multiprocessing
@@ -29,7 +28,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from benchmarks import report
-from benchmarks.measure import positive
+from benchmarks.measure import keep_memory, positive
 
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = (1, 2, 4, 8)
@@ -134,10 +133,7 @@ def prepare() -> None:
     import torch
 
     torch.set_num_threads(1)
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "gnu_get_libc_version"):
-        libc.mallopt(-3, 2**30)
-        libc.mallopt(-1, 2**31 - 1)
+    keep_memory()
 
 
 def read(path: Path) -> dict[Setting, Result]:
@@ -153,6 +149,8 @@ def run_all(settings: Sequence[Setting], path: Path, at_once: int) -> dict[Setti
     """Run what the CSV file does not have yet, add each run to it as soon as it is done, and return all that it has."""
     found = read(path)
     missing = [setting for setting in settings if setting not in found]
+    if not missing:
+        return found
     path.parent.mkdir(parents=True, exist_ok=True)
     if not found:
         path.write_text(",".join(field.name for field in fields(Result)) + "\n")

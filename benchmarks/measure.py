@@ -160,6 +160,14 @@ class PerImage:
         return self.transform(image), int(self.images.labels[index])
 
 
+def keep_memory() -> None:
+    """Have glibc keep freed memory in the process, as the examples do."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(-3, 2**30)
+        libc.mallopt(-1, 2**31 - 1)
+
+
 def loop(rank: int, processes: int, bf16: bool, meeting: str, barrier: Barrier, results: Queue) -> None:
     """Train on this process's part of the images; put its samples per second in the second epoch into `results`.
 
@@ -183,10 +191,7 @@ def loop(rank: int, processes: int, bf16: bool, meeting: str, barrier: Barrier, 
         model = DistributedDataParallel(model)
         loader = DataLoader(PerImage(train_set), BATCH, sampler=sampler, num_workers=4, drop_last=True)
     else:
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "gnu_get_libc_version"):  # freed memory stays with the process, as in the examples
-            libc.mallopt(-3, 2**30)
-            libc.mallopt(-1, 2**31 - 1)
+        keep_memory()
         torch.set_num_threads(1)
         loader = DataLoader(train_set, sampler=BatchSampler(sampler, BATCH, drop_last=True), batch_size=None)
     optimizer = torch.optim.AdamW(model.parameters())

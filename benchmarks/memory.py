@@ -27,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
+from benchmarks.adapters import with_adapters
 from benchmarks.sharding import growth, held
 from common.models import TinyGPT
 from tests.harness.launchers import ROOT
@@ -63,30 +64,12 @@ RUNGS = {
 }
 
 
-class Adapted(nn.Module):
-    """A linear layer with a LoRA adapter (Hu et al. 2021), which adds nothing until it is trained."""
-
-    def __init__(self, layer: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.down = nn.Linear(layer.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, layer.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (..., in_features) to (..., out_features)."""
-        return self.layer(x) + self.up(self.down(x))
-
-
 def build(rung: Rung, sizes: dict[str, int]) -> nn.Module:
     """Return the model as this way trains it; its first weights are the same in all ways, but for LoRA's adapters."""
     torch.manual_seed(0)
     model = TinyGPT(**sizes)
     if rung.lora:
-        model.requires_grad_(False)
-        layers = [(name, layer) for name, layer in model.blocks.named_modules() if isinstance(layer, nn.Linear)]
-        for name, layer in layers:
-            model.blocks.set_submodule(name, Adapted(layer, rung.lora))
+        with_adapters(model, rung.lora)
     if rung.checkpointing:
         for block in model.blocks:
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)

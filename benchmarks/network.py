@@ -12,7 +12,6 @@ a batch is one of each process, and prints the table. It needs the requirements 
 """
 
 import argparse
-import ctypes
 import json
 import os
 import statistics
@@ -27,13 +26,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import report
-from benchmarks.measure import machine
+from benchmarks.adapters import with_adapters
+from benchmarks.measure import keep_memory, machine, positive
 from common import data
 from common.models import ConvNet, TinyGPT
 from lab import Lab, why_not
@@ -75,32 +74,6 @@ WAYS = {
     "weights, each 8 batches (local SGD)": Way(gradients=False, period=8),
 }
 MODELS = {"ConvNet": list(WAYS), "GPT": list(WAYS), "GPT, LoRA": [ALONE, PLAIN]}
-
-
-class Adapted(nn.Module):
-    """A frozen linear layer, and beside it the product of two small matrices, which are trained (Hu et al. 2021)."""
-
-    def __init__(self, layer: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.down = nn.Linear(layer.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, layer.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (..., in_features) to (..., out_features)."""
-        return self.layer(x) + self.up(self.down(x))
-
-
-def with_adapters(model: TinyGPT, rank: int = 8) -> TinyGPT:
-    """Freeze a model's weights, put adapters beside the linear layers of its blocks, and return it."""
-    model.requires_grad_(False)
-    for block in model.blocks:
-        for parent in (block, block.mlp):
-            for name, layer in list(parent.named_children()):
-                if isinstance(layer, nn.Linear):
-                    setattr(parent, name, Adapted(layer, rank))
-    return model
 
 
 class Training:
@@ -179,10 +152,7 @@ def sent_bytes() -> int:
 
 def take_part(models: Sequence[str]) -> None:
     """Be one of the processes: measure a round for each line that rank 0 reads, and print what it found as JSON."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "gnu_get_libc_version"):  # freed memory stays with the process, as in the examples
-        libc.mallopt(-3, 2**30)
-        libc.mallopt(-1, 2**31 - 1)
+    keep_memory()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Grad strides")  # of conv1: with one channel, both memory layouts are equal
     rank = int(os.environ["SLURM_PROCID"])
@@ -282,12 +252,10 @@ def main() -> None:
     rates = [NO_LIMIT, "10gbit", "1gbit", "100mbit"]
     parser.add_argument("--rates", nargs="+", default=rates, help="of the link, both ways; none: no limit")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--output", type=Path, default=ROOT / "results", help="folder for what is written")
     parser.add_argument("--take-part", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error(f"--rounds must be 1 or more, not {args.rounds}")
     if args.take_part:
         take_part(args.models)
     if reason := why_not():
