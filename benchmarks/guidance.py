@@ -218,8 +218,8 @@ def tables(results: Sequence[Result]) -> str:
                 loss = means[model, optimizer, processes, rule, warmup]
                 cells[rule + ", warm-up" * bool(warmup)] = f"{loss:.3f}"
             rows.append(cells)
-        caption = f"{model}, {optimizer}: rate {rate:g} and batch {BATCH[model]} with one process, whose test loss is "
-        caption += f"{one_process:.3f} after {SAMPLES[model] // BATCH[model]} steps; means of {seeds} seeds"
+        caption = f"{model}, {optimizer}: rate {rate:.4g} and batch {BATCH[model]} with one process, whose test loss "
+        caption += f"is {one_process:.3f} after {SAMPLES[model] // BATCH[model]} steps; means of {seeds} seeds"
         text.append(f"{caption}\n\n{report.table(rows)}")
     return "\n".join(text)
 
