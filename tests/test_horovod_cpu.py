@@ -278,13 +278,17 @@ def test_second_install(example: str, reference: Reference) -> None:
 
 
 def test_launcher_killed(example: str, folder: Path) -> None:
-    """SIGTERM to horovodrun alone: no worker outlives it."""
+    """SIGTERM to horovodrun alone: no worker outlives it, and nothing says that the run has finished.
+
+    Its own status does not count, and may be 0: two threads of horovodrun wait for the same shell, and the one that
+    comes second no longer learns how it ended.
+    """
     run = runs.start(example, folder, 2, "--epochs", 1000)
     run.read_until("epoch  1/")
     os.kill(run.process.pid, signal.SIGTERM)
     wait_until(lambda: not run.workers(), 60, "the end of the processes that have lost horovodrun")
     run.wait(30)
-    assert run.status != 0
+    assert "finished" not in run.stdout
 
 
 @pytest.mark.faults
