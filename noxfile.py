@@ -4,9 +4,10 @@
 # ///
 """The checks of this repository: `nox -l` lists them, `nox -s smoke` runs the tests on a laptop."""
 
-import filecmp
+import functools
 import importlib.util
 import re
+import runpy
 import shutil
 import sys
 import tempfile
@@ -22,13 +23,11 @@ import nox  # noqa: E402
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["sync", "lint", "smoke"]
+nox.options.sessions = ["sync", "lint", "repo", "smoke"]
 
 ROOT = Path(__file__).resolve().parent
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
 assert EXAMPLES, "no examples/*/train.py found"
-# Other releases of PyTorch to test with, and the torchvision that belongs to each.
-TORCHVISION = {"2.6.0": "0.21.0", "2.9.1": "0.24.1", "2.14.0": "0.29.0"}
 every_example = nox.parametrize("example", EXAMPLES, ids=EXAMPLES)
 
 
@@ -46,6 +45,12 @@ def ours(module: str) -> ModuleType:
     return importlib.import_module(module)
 
 
+def releases() -> dict[str, str]:
+    """Return other releases of PyTorch to test with, preflight's and one more, and the torchvision of each."""
+    wheels = [wheel for *_, wheel in runpy.run_path(str(ROOT / "preflight" / "verdict.py"))["NVIDIA"] if wheel]
+    return {torch: torchvision for torch, torchvision, _ in wheels} | {"2.9.1": "0.24.1"}
+
+
 def install(session: nox.Session, folder: Path) -> None:
     """Install what an example needs, as its README says."""
     session.install("-r", str(folder / "requirements.txt"))
@@ -54,37 +59,61 @@ def install(session: nox.Session, folder: Path) -> None:
         session.run("bash", str(folder / "install.sh"), external=True)
 
 
-def uses_torch(folder: Path) -> bool:
-    """Return whether an example is one of PyTorch's."""
-    return "\ntorch==" in f"\n{(folder / 'requirements.txt').read_text()}"
+# What runs the tests of an example: the marks of those, where they are, and how many run at once.
+KINDS = {
+    "smoke": ("not slurm and not weekly and not gpu", ["--ignore=tests/slurm", "tests"], 3),
+    "slurm": ("slurm and not weekly", ["tests/slurm"], 3),
+    "weekly": ("weekly and not gpu", ["tests"], 2),
+    "gpu": ("gpu", ["tests/test_gpu.py"], 1),
+}
 
 
-def run_tests(session: nox.Session, example: str, marks: str, at_once: int) -> None:
-    """Copy an example out of the repository, install it there, and run those of its tests that `marks` select.
+@functools.cache
+def references() -> tempfile.TemporaryDirectory:
+    """Return the folder of the reference runs, which is removed when nox ends."""
+    return tempfile.TemporaryDirectory(prefix="references-")
+
+
+def other_release(session: nox.Session, folder: Path, release: str) -> None:
+    """Have an example's requirements.txt pin another release of PyTorch."""
+    if release not in releases():
+        session.error(f"--torch {release}: choose from {', '.join(releases())}")
+    pins = (folder / "requirements.txt").read_text()
+    pins = re.sub(r"^torch==\S+", f"torch=={release}", pins, flags=re.MULTILINE)
+    pins = re.sub(r"^torchvision==\S+", f"torchvision=={releases()[release]}", pins, flags=re.MULTILINE)
+    (folder / "requirements.txt").write_text(pins)
+
+
+def run_tests(session: nox.Session, example: str, kind: str) -> None:
+    """Copy an example out of the repository, install it there, and run its tests of a kind.
 
     `-- --torch 2.9.1` takes another release of PyTorch; all else that follows `--` goes to pytest.
     """
+    marks, paths, at_once = KINDS[kind]
     arguments = list(session.posargs)
     with tempfile.TemporaryDirectory(prefix=f"{example}-") as temporary:
-        folder = ours("tests.harness.launchers").copy_example(ROOT / "examples" / example, Path(temporary, example))
+        folder = ours("harness.launchers").copy_example(ROOT / "examples" / example, Path(temporary, example))
         if "--torch" in arguments:
-            release = arguments.pop(arguments.index("--torch") + 1)
-            arguments.remove("--torch")
-            if release not in TORCHVISION:
-                session.error(f"--torch {release}: choose from {', '.join(TORCHVISION)}")
-            pins = (folder / "requirements.txt").read_text()
-            pins = re.sub(r"^torch==\S+", f"torch=={release}", pins, flags=re.MULTILINE)
-            pins = re.sub(r"^torchvision==\S+", f"torchvision=={TORCHVISION[release]}", pins, flags=re.MULTILINE)
-            (folder / "requirements.txt").write_text(pins)
+            at = arguments.index("--torch")
+            other_release(session, folder, arguments[at + 1])
+            del arguments[at : at + 2]
         install(session, folder)
-        if not uses_torch(folder):
+        # Before the tests' packages are there, which could hide that the example lacks one. It also compiles the
+        # modules: processes that start together would each do so, and jobs, another user's, could not keep them.
+        session.run("python", str(folder / "train.py"), "--help", silent=True)
+        if kind == "smoke":
+            session.run("python", "-m", "harness.reference", example, str(folder), references().name)
+        if not ours("harness.copies").uses_torch(folder):
             session.install("-r", "examples/ddp_spawn/requirements.txt")  # the tests compute with PyTorch
         session.install("-r", "tests/requirements.txt")
-        if marks.startswith("slurm"):  # jobs are another user's, who could not keep the compiled modules
-            session.run("python", str(folder / "train.py"), "--help", silent=True)
-        options = [f"--example={example}", f"--folder={folder}", f"--numprocesses={at_once}", "--dist=worksteal"]
-        options += ["--durations=10", "--durations-min=5"]
-        session.run("pytest", "-m", marks, *options, *arguments)
+        options = [f"--example={example}", f"--folder={folder}", f"--references={references().name}"]
+        pytest(session, marks, at_once, *options, *paths, *arguments)
+
+
+def pytest(session: nox.Session, marks: str, at_once: int, *arguments: str) -> None:
+    """Run pytest with several processes, which take work from each other."""
+    options = [f"--numprocesses={at_once}", "--dist=worksteal", "--durations=10", "--durations-min=5"]
+    session.run("pytest", "-m", marks, *options, *arguments)
 
 
 @nox.session
@@ -98,7 +127,7 @@ def train(session: nox.Session) -> None:
     install(session, folder)
     if "--resume" not in arguments:
         shutil.rmtree(folder / "output" / "nox", ignore_errors=True)  # its own: the others are of SLURM jobs
-    launcher = ours("tests.harness.launchers").LAUNCHERS[example]
+    launcher = ours("harness.launchers").LAUNCHERS[example]
     session.chdir(folder)
     if launcher.prepare:
         session.run(*launcher.prepare.split())
@@ -109,7 +138,7 @@ def train(session: nox.Session) -> None:
 @every_example
 def smoke(session: nox.Session, example: str) -> None:
     """Copy each example out of the repository, run its README's command and its tests there, on CPU over Gloo."""
-    run_tests(session, example, "not slurm and not faults and not gpu", at_once=3)
+    run_tests(session, example, "smoke")
 
 
 @nox.session
@@ -118,7 +147,14 @@ def slurm(session: nox.Session, example: str) -> None:
     """Start a SLURM of two nodes on this machine and submit each example's run.slurm, unmodified (needs root)."""
     if reason := ours("lab").why_not():
         session.skip(reason)
-    run_tests(session, example, "slurm and not faults", at_once=3)
+    run_tests(session, example, "slurm")
+
+
+@nox.session
+@every_example
+def weekly(session: nox.Session, example: str) -> None:
+    """Run the long tests of each example: ten kills at random moments, and what `smoke` and `slurm` leave to it."""
+    run_tests(session, example, "weekly")
 
 
 @nox.session
@@ -127,20 +163,25 @@ def gpu(session: nox.Session, example: str) -> None:
     """Train each example on this machine's GPUs, resume it, and compare it with a run on the CPU (NVIDIA only)."""
     if not shutil.which("nvidia-smi"):
         session.skip("there is no nvidia-smi: it needs a machine with NVIDIA GPUs")
-    run_tests(session, example, "gpu", at_once=1)
+    run_tests(session, example, "gpu")
 
 
 @nox.session
-@every_example
-def faults(session: nox.Session, example: str) -> None:
-    """Run the long tests of each example: ten kills at random moments, and what `smoke` and `slurm` leave to it."""
-    run_tests(session, example, "faults", at_once=2)
+def repo(session: nox.Session) -> None:
+    """Run the tests of what belongs to no example (`-- --weekly`: the long; `-- --matrix`: print what runs where)."""
+    install(session, ROOT / "examples" / "ddp_spawn")
+    session.install("-r", "tests/requirements.txt")
+    if "--matrix" in session.posargs:
+        session.run("pytest", "--collect-only", "--quiet", *session.posargs, success_codes=[0, 5])
+        return
+    arguments = [word for word in session.posargs if word != "--weekly"]
+    pytest(session, f"repo and {'weekly' if '--weekly' in session.posargs else 'not weekly'}", 3, *arguments)
 
 
 def measure(session: nox.Session, *arguments: str) -> None:
     """Install what all examples of PyTorch need together, and run a module of benchmarks/."""
     for example in EXAMPLES:
-        if uses_torch(ROOT / "examples" / example):
+        if ours("harness.copies").uses_torch(ROOT / "examples" / example):
             install(session, ROOT / "examples" / example)
     session.install("-r", "tests/requirements.txt", "-r", "benchmarks/requirements.txt")
     session.run("python", "-m", *arguments)
@@ -161,45 +202,30 @@ def bench(session: nox.Session) -> None:
     measure(session, *module, *arguments)
 
 
-def left_out(copy: Path) -> list[str]:
-    """Return patterns of what an example's common/ does not have: the modules, if it does not use PyTorch."""
-    return ["__pycache__", *["*.py"] * (not uses_torch(copy.parent))]
-
-
-def files(tree: Path, without: list[str]) -> set[str]:
-    """Return the files of a folder, relative to it, but for those that match one of the patterns."""
-    found = [file for file in tree.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
-    return {str(file.relative_to(tree)) for file in found if not any(map(file.match, without))}
-
-
-def differences(copy: Path) -> list[str]:
-    """Return the files in which an example's common/ differs from the top-level one, missing and extra ones too."""
-    wanted = files(ROOT / "common", left_out(copy))
-    same, _, _ = filecmp.cmpfiles(ROOT / "common", copy, wanted, shallow=False)
-    return sorted(str((copy / name).relative_to(ROOT)) for name in (wanted | files(copy, [])).difference(same))
-
-
 @nox.session(python=False)
 def sync(session: nox.Session) -> None:
-    """Check that every example's common/ is a copy of the top-level one; `nox -s sync -- --fix` makes it one."""
-    copies = [ROOT / "examples" / example / "common" for example in EXAMPLES]
+    """Check that what several examples have is the same: common/, files, functions of plumbing (`-- --fix`)."""
+    copies = ours("harness.copies")
     if "--fix" in session.posargs:
-        for copy in copies:
-            shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(ROOT / "common", copy, ignore=shutil.ignore_patterns(*left_out(copy)))
-    if wrong := [name for copy in copies for name in differences(copy)]:
-        session.error(f"differs from the top-level common/: {', '.join(wrong)}; edit there, then: nox -s sync -- --fix")
+        copies.fix(ROOT)
+    if wrong := copies.differences(ROOT):
+        session.error(
+            f"differs: {', '.join(wrong)}. Edit the top-level common/, or the file or function in {copies.FIRST} (else "
+            "in the first example that has it), then: nox -s sync -- --fix. What one example needs differently gets a "
+            "comment above it: `# own: why`"
+        )
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and syntax: ruff, ruff format, shellcheck, bash -n, YAML."""
+    """Check style and syntax: ruff, ruff format, shellcheck, bash -n, YAML, the hosted workflow."""
     session.install("-r", "tests/requirements-lint.txt")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     scripts = [".ci/run", *map(str, Path().glob("examples/*/*.s*h")), *map(str, Path().glob("*/*.slurm"))]
     scripts += map(str, Path().glob("examples/*/*.slurm"))
-    session.run("shellcheck", *scripts)
+    session.run("shellcheck", "--shell=bash", *scripts)
     for script in scripts:
         session.run("bash", "-n", script, external=True, silent=True)
     session.run("yamllint", "--strict", ".")
+    session.run("jactionlint", "--strict-exit")  # with the scripts of its steps, by shellcheck

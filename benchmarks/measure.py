@@ -7,10 +7,10 @@
 
 `local --help` and so on say more. Each of them writes NAME.csv, NAME.md (a table) and NAME.png to the folder --output.
 
-The words mean the same everywhere. The start is the time from the command to the first step: to the end of the first
-epoch, less the seconds that metrics.csv says of it (the evaluation after it is counted, too). Memory is the most that
-the largest of the training processes has had resident. Speed is that of all processes, the median of all epochs but
-the first.
+The words mean the same everywhere, and come from metrics.csv and run.json. The start is the time from the command to
+the first step: until metrics.csv has the first epoch, less the seconds that it says of it (the evaluation after it is
+counted, too). Memory is the most that the largest of the training processes has had resident. Speed is that of all
+processes, the median of all epochs but the first.
 
 They run in an environment with the requirements of the examples, of tests/ and of benchmarks/; scaling needs no more
 than the folders benchmarks/ and examples/, and matplotlib.
@@ -19,8 +19,9 @@ than the folders benchmarks/ and examples/, and matplotlib.
 import argparse
 import contextlib
 import csv
-import ctypes
 import inspect
+import json
+import math
 import multiprocessing
 import os
 import platform
@@ -46,7 +47,6 @@ EXAMPLES = [example for example, text in SCRIPTS.items() if "ConvNet on {" in te
 # Those that need one environment; the others are measured with --venv only.
 ALIKE = [example for example in EXAMPLES if "import ConvNet" in SCRIPTS[example]]
 FIRST = "ddp_spawn"  # what the others are compared with
-RULER = "\n# ---- Below: "  # in each train.py: what stands above it is to be read
 IMAGES, BATCH = 12_000, 64  # of the synthetic data set; of each process, by default
 
 
@@ -61,23 +61,20 @@ def speed(rows: list[dict[str, float]]) -> float:
     return statistics.median(row["samples_per_second"] for row in rows[1:])
 
 
-def peak_memory(pid: int) -> float:
-    """Return the most memory that a process has had resident so far, in MB; 0 if it has ended."""
-    try:
-        return int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024
-    except (OSError, TypeError):
-        return 0.0
+def peak_memory(output: Path) -> float:
+    """Return the most memory that one of a run's processes has had resident, in MB."""
+    run = json.loads((output / "run.json").read_text())
+    return max(used["mb"] for used in run["stops"][-1]["used"])
 
 
-def follow(read_until: Callable[[str], object], workers: Callable[[], list[int]]) -> tuple[float, float]:
-    """Follow a run of 5 epochs; return the seconds until the first is over, and the MB of its largest process."""
-    start, memory = time.perf_counter(), 0.0
-    for epoch in range(1, 6):
-        read_until(f"epoch  {epoch}/5")
-        if epoch == 1:
-            first = time.perf_counter() - start
-        memory = max(memory, *map(peak_memory, workers() or [0]))
-    return first, memory
+def first_epoch(output: Path, ended: Callable[[], bool]) -> float:
+    """Follow a run that was just started; return the seconds until metrics.csv has its first epoch, nan if it fails."""
+    start, path = time.time(), output / "metrics.csv"
+    while not path.exists():
+        if ended():
+            return math.nan
+        time.sleep(0.1)
+    return path.stat().st_mtime - start
 
 
 def code_lines(text: str) -> int:
@@ -102,10 +99,9 @@ def compare(args: argparse.Namespace) -> None:
     The README's table and picture are made of such a local.csv, kept as benchmarks/compare.csv: see
     benchmarks/pictures.py. That the weights agree is not checked here but in the tests.
     """
+    from harness import jobs, outputs, runs
+    from harness.launchers import copy_example
     from lab import Lab, why_not
-    from tests.harness import jobs, outputs, runs
-    from tests.harness.launchers import copy_example
-    from tests.harness.processes import workers
 
     in_job = args.command == "job"
     if in_job and (reason := why_not()):
@@ -121,20 +117,19 @@ def compare(args: argparse.Namespace) -> None:
             folder = copy_example(ROOT / "examples" / example, temporary / example)
             if in_job:
                 job = jobs.submit_four(lab, example, folder)
-                first, memory = follow(job.wait_for_line, lambda job=job: workers(job.processes()))
+                output, first = job.output, first_epoch(job.output, lambda job=job: job.ended)
                 jobs.assert_completed(job, jobs.EPOCHS, processes=4)
-                output = job.output
             else:
-                run = runs.start(example, folder, 2)
-                first, memory = follow(run.read_until, run.workers)
-                assert run.wait(60).status == 0, f"{example} ended with {run.status}:\n{run.stdout}{run.stderr}"
-                output = folder / "output"
+                run, output = runs.start(example, folder, 2), folder / "output"
+                first = first_epoch(output, lambda run=run: run.process.poll() is not None)
+                assert run.wait().status == 0, f"{example} ended with {run.status}:\n{run.stdout}{run.stderr}"
             rows, weights[example] = read_metrics(output), outputs.read_model(output)
             difference = outputs.largest_difference(weights[example], weights[FIRST])
             accuracy, start = rows[-1]["test_accuracy"], first - rows[0]["seconds"]
-            above, ruler, below = SCRIPTS[example].partition(RULER)
-            lines = code_lines(above), code_lines(above + ruler + below)
+            plumbing = (ROOT / "examples" / example / "plumbing.py").read_text()
+            lines = code_lines(SCRIPTS[example]), code_lines(SCRIPTS[example]) + code_lines(plumbing)
             losses = tuple(row["train_loss"] for row in rows)
+            memory = peak_memory(output)
             found.append(report.Run(example, difference, accuracy, start, speed(rows), memory, *lines, losses))
             print(found[-1], flush=True)
             report.write_csv(found, path)
@@ -161,11 +156,10 @@ class PerImage:
 
 
 def keep_memory() -> None:
-    """Have glibc keep freed memory in the process, as the examples do."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "gnu_get_libc_version"):
-        libc.mallopt(-3, 2**30)
-        libc.mallopt(-1, 2**31 - 1)
+    """Have glibc keep freed memory in the process, by the function of the examples."""
+    from harness.outputs import import_file
+
+    import_file(ROOT / "examples" / "ddp_spawn" / "plumbing.py").keep_memory()
 
 
 def loop(rank: int, processes: int, bf16: bool, meeting: str, barrier: Barrier, results: Queue) -> None:
@@ -237,8 +231,8 @@ def throughput(args: argparse.Namespace) -> None:
     classic  what the published guides do: PIL images and per-image transforms in 4 loader workers per process, default
              threads, DistributedDataParallel over Gloo; in fp32, once, with the most processes
     """
-    from tests.harness import runs
-    from tests.harness.launchers import copy_example
+    from harness import runs
+    from harness.launchers import copy_example
 
     cores, caption = sorted(os.sched_getaffinity(0)), machine()
     print(caption, flush=True)

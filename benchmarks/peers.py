@@ -42,8 +42,8 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.measure import BATCH, machine, positive, read_metrics, speed
-from tests.harness.launchers import LAUNCHERS, ROOT, copy_example
-from tests.harness.runs import Run
+from harness.launchers import LAUNCHERS, ROOT, copy_example
+from harness.runs import Run
 
 GITHUB, CACHE = "https://github.com", ROOT / "results" / "sources"
 ADAMW = "torch.optim.AdamW(model.parameters(), lr=1e-3)"

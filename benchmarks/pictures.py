@@ -2,13 +2,14 @@
 
     python -m benchmarks.pictures
 
-launch.png shows who starts the training processes, see PATTERNS. compare.png is drawn from compare.csv, a local.csv of
-`nox -s compare` on an idle machine. After another such run: `cp results/local.csv benchmarks/compare.csv`, and then
-this command, which also prints the README's table.
+launch.png shows who starts the training processes in each launch pattern, as its run.slurm says. compare.png is drawn
+from compare.csv, a local.csv of `nox -s compare` on an idle machine. After another such run:
+`cp results/local.csv benchmarks/compare.csv`, and then this command, which also prints the README's table.
 """
 
 import argparse
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,14 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from matplotlib.text import Text
 
 from benchmarks import report
+from harness.launchers import LAUNCHERS, ROOT
 
 FOLDER = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Who starts whom in one example's run.slurm, as it is shipped, on nodes without GPUs."""
+    """Who starts whom in a launch pattern's run.slurm, as it is shipped, on nodes without GPUs."""
 
     example: str
     nodes: int
@@ -33,18 +35,24 @@ class Pattern:
     launcher: str  # the program in each task that starts the processes; empty: a task is a training process itself
     processes: int  # on each node
     meet: str  # where the processes learn of each other
-    others: tuple[str, ...] = ()  # the examples that are started in the same way
 
 
+def read_pattern(example: str, text: str) -> Pattern:
+    """Return the pattern of an example whose run.slurm has this text."""
+    nodes, tasks = (int(re.search(rf"^#SBATCH --{name}=(\d+)", text, re.MULTILINE)[1]) for name in HEADER)
+    _, _, *launcher = re.search(r"^# Who starts the processes: (.*)$", text, re.MULTILINE)[1].split(" -> ")
+    row = LAUNCHERS[example]
+    program = re.match(r"[\w.]+\w", launcher[0])[0] if launcher else ""
+    return Pattern(example, nodes, tasks, program, row.processes_in_job // nodes, row.meets)
+
+
+HEADER = ("nodes", "ntasks-per-node")  # options of sbatch
 PATTERNS = [
-    Pattern("ddp_spawn", 1, 1, "train.py", 2, "in a store that train.py opens"),
-    Pattern(
-        "torchrun_multinode", 2, 1, "torchrun", 2, "in a store on the first node", ("fsdp", "lora", "torchrun_vision")
-    ),
-    Pattern("deepspeed", 2, 1, "torchrun", 2, "in a store on the first node; no ssh"),
-    Pattern("horovod_cpu", 2, 2, "", 2, "through PMIx, for MPI", ("horovod_lightning", "horovod_tensorflow")),
-    Pattern("lightning", 2, 2, "", 2, "by the variables SLURM_*"),
+    read_pattern(example, (ROOT / "examples" / example / "run.slurm").read_text())
+    for example, row in LAUNCHERS.items()
+    if row.pattern
 ]
+PATTERNS.sort(key=lambda pattern: (pattern.nodes, not pattern.launcher))
 # The fill of a box, and of its text.
 ROLES = {
     "batch script": ("#E69F00", "black"),
@@ -78,8 +86,6 @@ def arrow(axis: Axes, start: tuple[float, float], end: tuple[float, float]) -> N
 def draw_pattern(axis: Axes, pattern: Pattern) -> None:
     """Draw the nodes of a pattern, what runs on each, and who has started it."""
     axis.text(5, 10.3, pattern.example, ha="center", fontsize=14, weight="bold")
-    others = f"also {', '.join(pattern.others)}" if pattern.others else ""
-    axis.text(5, 9.6, others, ha="center", fontsize=10)
     left = 5 - 2.5 * pattern.nodes  # of the first node, which is 5 wide
     script, srun = (left + 2.5, 7.8), (left + 2.5, 6.2)
     for node in range(pattern.nodes):
@@ -105,7 +111,7 @@ def draw_pattern(axis: Axes, pattern: Pattern) -> None:
 def launch_figure() -> Figure:
     """Return the picture of all PATTERNS, with a legend."""
     figure = Figure(figsize=(12, 7.4), dpi=150, facecolor="white", layout="tight")
-    *panels, legend = figure.subplots(2, 3).flat
+    *panels, legend = figure.subplots(-(-(len(PATTERNS) + 1) // 3), 3).flat
     for axis in (*panels, legend):
         axis.set(xlim=(-0.1, 10.1), ylim=(-0.8, 11))
         axis.axis("off")

@@ -1,10 +1,11 @@
-"""What results.ipynb shows of a run: tables, curves and pictures, made from what train.py has written and printed.
+"""What results.ipynb shows of a run: tables, curves and pictures, made from what train.py has written.
 
-A run is a folder with metrics.csv. Restarts, the floor of the loss and the profile are in its log only: NAME-JOBID.out
-of a SLURM job, or train.log in the run's folder or beside it (`python train.py | tee output/train.log`).
+A run is a folder with metrics.csv: its figures, epoch by epoch. run.json beside it has what the run was: its settings,
+starts and stops, and the profile if there is one. Without it, only what metrics.csv says is shown.
 
 Only NumPy and matplotlib are imported here. What needs the model imports PyTorch or Keras when it is called, because
-the environment of each example has its own packages only.
+the environment of each example has its own packages only. It also imports the Python files that lie beside the run's
+train.py, wherever below FOLDER that is: only for runs that you trust.
 """
 
 import contextlib
@@ -12,8 +13,8 @@ import csv
 import datetime
 import functools
 import importlib
+import json
 import os
-import re
 import statistics
 import sys
 from collections import Counter
@@ -22,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -34,13 +36,6 @@ COLUMNS = ("epoch", "train_loss", "test_loss", "seconds", "world_size")  # what 
 # The third kind of column differs, and says what was learnt. By its name: the title of its axis, and a factor.
 QUALITY = {"test_accuracy": ("test accuracy (%)", 100), "perplexity": ("perplexity", 1)}
 SKIPPED = {"site-packages", "node_modules", "__pycache__"}  # folders without runs, with very many files
-PREFIX = re.compile(r"^\[\d+\]<std(?:out|err)>:", re.MULTILINE)  # horovodrun's, before each line of a process
-EPOCH = re.compile(r"^epoch +(\d+)/\d+ \| train loss (\S+)", re.MULTILINE)
-HEADER = re.compile(r"^(\S+) on (.+): \d+ processes? on \d+ node", re.MULTILINE)
-RESTART = re.compile(r"^continuing after epoch (\d+) of \d+(, step \d+)?", re.MULTILINE)
-FLOOR = re.compile(r"^entropy of the source: ([\d.]+) nats|\(floor ([\d.]+)\)", re.MULTILINE)
-STEP = re.compile(r"^profile: a step takes ([\d.]+) s", re.MULTILINE)
-SHARE = re.compile(r"^profile: (\S.*?) +([\d.]+)%$", re.MULTILINE)
 FASHION = ("T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 
 OWN_MODEL = "If you have put in a model of your own, change _predict_convnet() in results.py, too"
@@ -69,7 +64,7 @@ class Run:
     folder: Path
     example: Path | None  # the nearest folder above with a train.py
     rows: list[dict[str, float]]  # of metrics.csv, one for each epoch
-    log: str  # without horovodrun's prefixes; empty if no log was found
+    facts: dict[str, Any]  # of run.json; empty if there is none
     modified: datetime.datetime  # when metrics.csv was written
 
     def column(self, name: str) -> list[float]:
@@ -93,20 +88,25 @@ class Run:
         return ", then ".join(str(n) for i, n in enumerate(counts) if not i or n != counts[i - 1])
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the last start, as run.json has them."""
+        return self.facts.get("settings", {})
+
+    @property
     def restarts(self) -> list[float]:
-        """After which epochs the run was continued, in the log's order; n + 0.5 means within the epoch after n."""
-        return [int(epoch) + (0.5 if step else 0) for epoch, step in RESTART.findall(self.log)]
+        """After how many epochs the run was continued, in order; 2.5 is in the middle of the third."""
+        steps = [start["step"] for start in self.facts.get("starts", [])]
+        return [step / self.settings["steps_per_epoch"] for step in steps if step]
 
     @property
     def floor(self) -> float | None:
-        """The entropy of a random source in nats per token, below which no loss can be; None if the log has none."""
-        found = FLOOR.search(self.log)
-        return float(found[1] or found[2]) if found else None
+        """The entropy of a random source in nats per token, below which no loss can be; None if it is not known."""
+        return self.settings.get("entropy")
 
     @property
     def profile(self) -> dict[str, float]:
-        """The shares of a step, in percent, that --profile has printed last; empty if the log has none."""
-        return {name: float(share) for name, share in SHARE.findall(self.log)}
+        """The shares of a step that --profile has found last, from 0 to 1; empty if there is no profile."""
+        return self.facts.get("profile", {}).get("shares", {})
 
 
 # ---- Runs: find them, choose some, compare them ----
@@ -117,16 +117,13 @@ def find_runs(folder: str | Path) -> list[Run]:
     top = Path(folder).expanduser().resolve()
     if not top.is_dir():
         raise ResultsError(f"there is no folder {top}: set FOLDER to one with your runs in it")
-    logs: dict[Path, dict[Path, str]] = {}  # by example: what its *.out say; each is read once
     runs = []
     for place in _folders(top):
         if rows := _read_metrics(place / "metrics.csv"):
             example = next((parent for parent in place.parents if (parent / "train.py").exists()), None)
-            if example and example not in logs:
-                logs[example] = {path: _read_log(path) for path in sorted(example.glob("*.out"), key=_job_number)}
-            log = _find_log(place, rows, logs.get(example, {}))
             modified = datetime.datetime.fromtimestamp((place / "metrics.csv").stat().st_mtime)
-            runs.append(Run(_short_name(place, example, top), place, example, rows, log, modified))
+            name, facts = _short_name(place, example, top), _read_facts(place / "run.json")
+            runs.append(Run(name, place, example, rows, facts, modified))
     if not runs:
         raise ResultsError(
             f"no run below {top}: train.py writes metrics.csv after its first epoch. Start one, such as "
@@ -164,41 +161,13 @@ def _read_metrics(path: Path) -> list[dict[str, float]]:
     return rows if rows and set(COLUMNS) <= rows[0].keys() else []
 
 
-def _read_log(path: Path) -> str:
-    """Return the text of a log without horovodrun's prefixes, or nothing if it cannot be read."""
+def _read_facts(path: Path) -> dict[str, Any]:
+    """Return what run.json says, or nothing if it is not there, or not one that train.py writes."""
     try:
-        return PREFIX.sub("", path.read_text(errors="replace"))
-    except OSError:
-        return ""
-
-
-def _job_number(path: Path) -> int:
-    """Return the number in NAME-JOBID.out, so that a job that continues another one comes after it."""
-    found = re.search(r"-(\d+)\.out$", path.name)
-    return int(found[1]) if found else 0
-
-
-def _find_log(folder: Path, rows: list[dict[str, float]], of_jobs: dict[Path, str]) -> str:
-    """Return what was printed in a run, by all of its jobs, or nothing if no log was found.
-
-    A log must have the losses of metrics.csv, so that the log of a run that was here before is not taken for this one.
-    """
-    losses = {int(row["epoch"]): f"{row['train_loss']:.4f}" for row in rows}
-
-    def agrees(text: str) -> bool:
-        return any(losses.get(int(epoch)) == loss for epoch, loss in EPOCH.findall(text))
-
-    def belongs(path: Path, text: str) -> bool:
-        if path.stem.endswith(f"-{folder.name}"):
-            return agrees(text) or not EPOCH.search(text)  # it may have ended before its first epoch
-        # The task of a job array has a log with a number of its own, and a job that continues another's run, too.
-        mentioned = re.findall(r"\boutput/([^/\s]+)/", text)
-        taken = (path.parent / "output" / str(_job_number(path))).exists()
-        return agrees(text) and (folder.name in mentioned or not (mentioned or taken))
-
-    inside, beside = (_read_log(path / "train.log") for path in (folder, folder.parent))
-    jobs = "\n".join(text for path, text in of_jobs.items() if belongs(path, text))
-    return next((text for text in (inside, jobs, beside) if agrees(text)), jobs)
+        facts = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) and {"settings", "starts", "stops"} <= facts.keys() else {}
 
 
 def _short_name(folder: Path, example: Path | None, top: Path) -> str:
@@ -217,9 +186,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Text:
 
 def show(runs: Sequence[Run]) -> Text:
     """Return a table of runs, with the number by which one is taken from the list."""
-    head = ("number", "run", "epochs", "processes", "last epoch at", "log")
+    head = ("number", "run", "epochs", "processes", "last epoch at", "run.json")
     rows = [
-        (i, r.name, len(r.rows), r.processes, f"{r.modified:%Y-%m-%d %H:%M}", "yes" if r.log else "not found")
+        (i, r.name, len(r.rows), r.processes, f"{r.modified:%Y-%m-%d %H:%M}", "yes" if r.facts else "not found")
         for i, r in enumerate(runs)
     ]
     return _table(head, rows)
@@ -252,7 +221,7 @@ def _best(run: Run) -> str:
     return f"{name.replace('_', ' ')} {best[name]:.{2 if run.quality else 4}f}, epoch {best['epoch']:.0f}"
 
 
-# ---- Figures of metrics.csv and of the log ----
+# ---- Figures of metrics.csv and run.json ----
 
 
 def _finish(figure: Figure) -> Figure:
@@ -297,8 +266,8 @@ def learning_curves(runs: Sequence[Run]) -> Figure:
     handles += [_labelled("0.3", ":", "", "restart")] * any(run.restarts for run in runs)
     handles += [_labelled("0.3", "-.", "", "floor: entropy of the source")] * any(run.floor for run in runs)
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
-    if without := [run.name for run in runs if not run.log]:
-        note = f"no log found of {', '.join(without)}: restarts and the floor are not known"
+    if without := [run.name for run in runs if not run.facts]:
+        note = f"no run.json of {', '.join(without)}: restarts, the floor and the settings are not known"
         figure.suptitle(note, fontsize="small", color="0.3")
     return _finish(figure)
 
@@ -363,24 +332,24 @@ def throughput(runs: Sequence[Run]) -> Figure:
 
 
 def profile_shares(runs: Sequence[Run]) -> Figure | Text:
-    """Return a figure of what each run's steps spend their time on, or a sentence if no log has a profile."""
+    """Return a figure of what each run's steps spend their time on, or a sentence if none has a profile."""
     profiled = [run for run in runs if run.profile]
     if not profiled:
         return Text(
-            "No log of these runs has a profile. The examples ddp_spawn, horovod_cpu, torchrun_multinode and "
-            "torchrun_vision print one with `--profile`; the READMEs of lightning and deepspeed say how to get theirs."
+            "None of these runs has a profile. The example torchrun_vision measures one with `--profile`; for others "
+            "see torch.profiler, or what their framework offers."
         )
     figure, axes = plt.subplots(figsize=(10, 1.6 + 0.7 * len(profiled)), layout="constrained")
     names = list(dict.fromkeys(name for run in profiled for name in run.profile))
     left = np.zeros(len(profiled))
     for number, name in enumerate(names):
-        shares = np.array([run.profile.get(name, 0) for run in profiled])
+        shares = np.array([100 * run.profile.get(name, 0) for run in profiled])
         bars = axes.barh(range(len(profiled)), shares, 0.6, left, color=f"C{number}", alpha=0.8, label=name)
         # A number that is wider than its part of the bar would cover the next one.
         axes.bar_label(bars, [f"{share:.1f}%" if share >= 5 else "" for share in shares], label_type="center")
         left += shares
-    steps = [f"\n{found[-1]} s a step" if (found := STEP.findall(run.log)) else "" for run in profiled]
-    axes.set_yticks(range(len(profiled)), [run.name + step for run, step in zip(profiled, steps, strict=True)])
+    labels = [f"{run.name}\n{run.facts['profile']['seconds']:.3f} s a step" for run in profiled]
+    axes.set_yticks(range(len(profiled)), labels)
     axes.invert_yaxis()  # the first run at the top
     axes.set_xlim(0, 100)
     axes.set_xlabel("share of a step's time (%)")
@@ -429,23 +398,24 @@ def predict(
 ) -> Predictions:
     """Return what the model of a finished run of an image example says of the test images, computed anew, here.
 
-    What is not given is taken from the log and the checkpoint, else train.py's default. `data_dir` is relative to the
-    example's folder; torchrun_vision has no `dataset`, and only it has `image_size`. Raises ResultsError if this kernel
-    lacks a package, if the data cannot be read, or if the accuracy is not the one in the last row of metrics.csv: then
-    these are not the data that the run was tested with.
+    What is not given is taken from run.json, else it is train.py's default. `data_dir` is relative to the example's
+    folder; torchrun_vision has no `dataset`, and only it has `image_size`. Raises ResultsError if this kernel lacks a
+    package, if the data cannot be read, or if the accuracy is not the one in the last row of metrics.csv: then these
+    are not the data that the run was tested with.
     """
     if reason := _no_images(run):
         raise ResultsError(reason)
-    example = run.example
-    name, data = (HEADER.findall(run.log) or [(None, None)])[-1]  # the model's and the data's
+    example, settings = run.example, run.settings
+    dataset, data_dir = dataset or settings.get("dataset", "digits"), data_dir or settings.get("data_dir")
     try:
         with _modules_of(example):
             if (example / "image_files.py").exists():
-                found = _predict_files(run, name or "resnet18", data_dir or data or "images", image_size)
+                image_size = image_size or settings.get("image_size", 32)
+                found = _predict_files(run, settings.get("model", "resnet18"), data_dir or "images", image_size)
             elif (example / "numpy_data.py").exists():
-                found = _predict_keras(run, dataset or data or "digits", data_dir or "data")
+                found = _predict_keras(run, dataset, data_dir or "data")
             else:
-                found = _predict_convnet(run, dataset or data or "digits", data_dir or "data")
+                found = _predict_convnet(run, dataset, data_dir or "data")
     except ModuleNotFoundError as error:
         raise ResultsError(
             f"this kernel ({sys.executable}) cannot import {error.name}: start the notebook with the environment of "
@@ -516,16 +486,13 @@ def _predict_convnet(run: Run, dataset: str, data_dir: str) -> Predictions:
     return Predictions(dataset, _names(dataset, logits.shape[1]), test_set.labels.numpy(), logits, pixels.__getitem__)
 
 
-def _predict_files(run: Run, name: str, data_dir: str, image_size: int | None) -> Predictions:
+def _predict_files(run: Run, name: str, data_dir: str, image_size: int) -> Predictions:
     """Predict with model.pt, the classifiers and the image files of torchrun_vision, transformed as in its test."""
-    import classifiers
-    import image_files
     import torch
 
-    if image_size is None:
-        checkpoint = run.folder / "checkpoint.pt"
-        settings = torch.load(checkpoint, "cpu", weights_only=True)["settings"] if checkpoint.exists() else {}
-        image_size = settings.get("image_size", 32)
+    import classifiers
+    import image_files
+
     image_files.stage = lambda path: os.open(path, os.O_RDONLY)  # one process alone reads a tar where it is
     test_set, names = image_files.load(_in(run.example, data_dir), image_size)[1:]
     other = f"is no {name} for the {len(names)} classes in {data_dir}: pass data_dir=..."

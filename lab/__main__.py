@@ -15,7 +15,7 @@ from lab.cluster import Lab, why_not
 
 def up(args: argparse.Namespace) -> None:
     begin = time.monotonic()
-    who = {"user": args.user, "domain": args.domain}
+    who = {"user": args.user, "domain": args.domain, "real_home": args.real_home}
     how = {"tracking": args.tracking, "accounting": args.accounting}
     lab = Lab(args.nodes, args.cpus, args.gpus, args.name, args.share, args.conf, **who, **how)
     lab.up(detached=True)
@@ -113,6 +113,8 @@ def parse_args() -> argparse.Namespace:
     )
     who = "who runs commands and jobs (default: the owner of the current folder, or one made up if that is root)"
     action.add_argument("--user", default="", metavar="NAME", help=who)
+    own = "let that user, and root, work in their real home folders (default: in empty ones, which end with the lab)"
+    action.add_argument("--real-home", action="store_true", help=own)
     action.add_argument("--domain", default="", metavar="NAME", help="of host names (for example: cluster.example)")
     action.add_argument("--accounting", action="store_true", help="with slurmdbd and MariaDB, so that sacct works")
     for name, function in ("run", run), ("shell", shell):
@@ -142,7 +144,8 @@ def parse_args() -> argparse.Namespace:
             action.add_argument("words", action="append", metavar=word)
     action = add("tree", in_tree, "run a command, as root, in a whole other Debian with another SLURM")
     suites = "; ".join(f"{suite}: {text}" for suite, text in tree.SUITES.items())
-    action.add_argument("--trees", default=str(tree.default_folder()), metavar="FOLDER", help="default: %(default)s")
+    where = "in which root alone can make and change something (default: %(default)s)"
+    action.add_argument("--trees", default=str(tree.default_folder()), metavar="FOLDER", help=where)
     action.add_argument("--clone", default="project", metavar="NAME", help="of this repository (default: %(default)s)")
     action.add_argument("--mirror", default="", metavar="URL", help="of Debian (default: what apt uses here)")
     action.add_argument("suite", metavar="SUITE", help=suites)

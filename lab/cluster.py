@@ -1,7 +1,7 @@
 """The lab seen from outside: start it, run commands in it, break it, end it."""
 
 import contextlib
-import fcntl
+import functools
 import os
 import re
 import select
@@ -9,15 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lab.accounting import check as check_accounting
-from lab.base import SEARCH, LabError
+from lab.base import SEARCH, LabError, find_process, inside, locked, output, until
 from lab.config import HEAD, Plan
-from lab.keeper import find_process, inside, output, until
 from lab.tracking import choose, leftovers, remove, thaw
 
 PROGRAMS = (
@@ -35,6 +34,7 @@ PROGRAMS = (
     ),
     *("ip", "mount", "nsenter", "setpriv", "unshare"),
 )
+LOCK = Path("/run/slurm-lab.lock")  # labs start one after the other: else two could take one folder for a stale one
 INSTALL = "apt-get install --no-install-recommends slurm-wlm munge iproute2 openmpi-bin libpmix-dev"
 # The states that `scontrol show job` gives to a job that will not run again.
 FINISHED = (
@@ -52,6 +52,12 @@ def why_not() -> str | None:
     missing = [program for program in PROGRAMS if not shutil.which(program, path=SEARCH)]
     if missing:
         return f"missing programs: {' '.join(missing)} ({INSTALL})"
+    return why_no_namespaces()
+
+
+@functools.cache  # several modules of tests ask, each worker of theirs, and a machine does not change its mind
+def why_no_namespaces() -> str | None:
+    """The reason why this machine permits no namespaces with a network of their own, or None if it does."""
     spaces = ["--pid", "--fork", "--mount", "--net", "--ipc", "--uts", "--mount-proc"]
     for kind in ["bridge"], ["veth", "peer", "name", "eth0"]:
         test = ["unshare", *spaces, "ip", "link", "add", "lab", "type", *kind]
@@ -68,7 +74,8 @@ class Lab:
     always one. `extra_conf` holds lines for slurm.conf; a line replaces the lab's own with the same key.
     `tracking` is one of those in tracking.MODES: whom signals reach; by default the best that works here.
     `user` runs all commands and jobs: by default the owner of the current folder, or if that is root, one made up
-    inside the lab. `domain` follows the names of hosts, which are node1.cluster.example then.
+    inside the lab. He and root have empty home folders, which end with the lab; with `real_home` their own.
+    `domain` follows the names of hosts, which are node1.cluster.example then.
     `accounting` makes `sacct` work, with slurmdbd and MariaDB; it takes some seconds more to start.
     `hosts` changes what names resolve to in one place: {"node1": {"node1": "127.0.1.1"}}.
     Methods raise LabError, whose text is one line for the user. Times are in seconds.
@@ -87,13 +94,15 @@ class Lab:
         user: str = "",
         domain: str = "",
         accounting: bool = False,
+        real_home: bool = False,
     ) -> None:
         folders = [name for path in share for name in (os.path.abspath(path), os.path.realpath(path))]
         if os.getcwd() != "/tmp":
             folders.append(os.getcwd())
         overrides = {place: dict(names) for place, names in (hosts or {}).items()}
         plan = Plan(name, nodes, cpus, gpus, folders, list(extra_conf), overrides, tracking, user)
-        self._asked = replace(plan, domain=domain, accounting=accounting)  # `up` decides what it leaves open
+        # `up` decides what this leaves open
+        self._asked = replace(plan, domain=domain, accounting=accounting, real_home=real_home)
         self._use(self._asked)
 
     def _use(self, plan: Plan) -> None:
@@ -122,7 +131,8 @@ class Lab:
     # Up and down.
 
     def up(self, detached: bool = False) -> "Lab":
-        """Start the lab and return when every node is idle. Detached, it outlives this process.
+        """Start the lab and return when every node is idle. Detached, it outlives this process,
+        which ignores Ctrl-C from then on.
 
         After a failure, Ctrl-C included, nothing runs on; after a LabError the logs stay in the lab's folder.
         """
@@ -131,7 +141,7 @@ class Lab:
             raise LabError(reason)
         if self._plan.accounting:
             check_accounting()
-        with one_at_a_time():
+        with locked(LOCK):
             if self._running():
                 raise LabError(f"a lab named {self._plan.name} is running; end it first: python -m lab down")
             modes, account = choose(self._asked.tracking), self._asked.account()
@@ -157,6 +167,7 @@ class Lab:
         self._plan.write()
         self._start_keeper()
         if detached:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # from here on it stays, and a Ctrl-C must not say otherwise
             (self.folder / "detached").touch()
 
     def _start_keeper(self) -> None:
@@ -250,6 +261,7 @@ class Lab:
         start = [*inside(self._pid_of(node)), "setpriv", "--pdeathsig", "TERM"]
         variables = {"SLURM_CONF": str(self.folder / "slurm.conf")}
         if "root" in (user, self.user):
+            variables |= {"HOME": self._plan.root_home, "USER": "root", "LOGNAME": "root"}
             variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         else:
             start += [f"--reuid={self.uid}", f"--regid={self.gid}", "--init-groups"]
@@ -268,10 +280,14 @@ class Lab:
         cwd: str | Path | None = None,
         env: Mapping[str, str] | None = None,
         user: str = "",
+        timeout: float | None = 120,
         **options: Any,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command inside and wait; its output is captured as text. `options` go to subprocess.run."""
-        options = {"capture_output": True, "text": True} | options
+        """Run a command inside and wait; its output is captured as text.
+
+        `options` go to subprocess.run, and so does `timeout`, after which that raises TimeoutExpired.
+        """
+        options = {"capture_output": True, "text": True, "timeout": timeout} | options
         return subprocess.run(self.command(words, node, cwd, env, user), **options)
 
     def check_folder(self, words: Sequence[str], node: str, cwd: str) -> None:
@@ -317,7 +333,7 @@ class Lab:
 
     def _wait(self, ask: Callable[[], str], what: str, wanted: Sequence[str], seconds: float) -> None:
         # Each question costs several processes, so it is not asked too often.
-        until(lambda: ask() in wanted, f"{what} {' or '.join(wanted)}", seconds=seconds, pause=0.25)
+        until(lambda: ask() in wanted, f"{what} {' or '.join(wanted)}", seconds=seconds, pause=1)
 
     def processes(self, node: str | None = None) -> dict[int, str]:
         """Command lines of all processes of the lab, of one node, or of the head, by this machine's PIDs."""
@@ -439,17 +455,6 @@ class Lab:
     def bind(self, node: str, source: str | Path, target: str | Path) -> None:
         """Put another file or folder at a path, on one node; both must exist there."""
         output(["mount", "--bind", str(source), str(target)], inside(self._pid_of(node)))
-
-
-@contextlib.contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Let labs start one after the other: else two could take one folder for a stale one."""
-    lock = os.open("/tmp", os.O_RDONLY)  # a lock file of our own would stay behind
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
 
 
 def pids() -> list[int]:

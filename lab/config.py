@@ -31,7 +31,10 @@ class Plan:
     user: str = ""
     uid: int = 0
     gid: int = 0
-    home: str = "/root"
+    home: str = ""
+    root_home: str = ""
+    made_up: bool = False  # whether the user exists inside the lab only
+    real_home: bool = False
     domain: str = ""
     accounting: bool = False
 
@@ -67,21 +70,18 @@ class Plan:
         nodes = {node: f"{NETWORK}.{number}" for number, node in enumerate(self.node_names, start=1)}
         return {**nodes, HEAD: f"{NETWORK}.254"}
 
-    @property
-    def made_up(self) -> bool:
-        """Whether the user exists inside the lab only."""
-        return Path(self.home).is_relative_to(self.folder)
-
     def hostname(self, place: str) -> str:
         """What `hostname` prints there."""
         return f"{place}.{self.domain}" if self.domain else place
 
-    def account(self) -> dict[str, str | int]:
+    def account(self) -> dict[str, str | int | bool]:
         """Fields for who runs the jobs: the user asked for, else the current folder's owner, else one made up.
 
-        An owner who has no name on this machine gets one inside the lab.
+        An owner who has no name on this machine gets one inside the lab. The user and root get empty home folders in
+        the lab's folder, so that nothing in the lab changes what is in their own, unless these are asked for.
         """
         owner = 0 if self.user else os.stat(".").st_uid
+        home, root_home, made_up = str(self.folder / "home"), str(self.folder / "root"), False
         try:
             entry = pwd.getpwuid(owner) if owner else pwd.getpwnam(self.user or STUDENT)
         except KeyError:
@@ -89,8 +89,17 @@ class Plan:
                 raise LabError(f"--user {self.user}: this machine has no such user") from None
             taken = {entry.pw_uid for entry in pwd.getpwall()}
             uid = owner or next(uid for uid in range(2001, 60000) if uid not in taken)
-            return {"user": STUDENT, "uid": uid, "gid": uid, "home": str(self.folder / "home")}
-        return {"user": entry.pw_name, "uid": entry.pw_uid, "gid": entry.pw_gid, "home": entry.pw_dir}
+            entry, made_up = pwd.struct_passwd((STUDENT, "x", uid, uid, "", home, "/bin/sh")), True
+        if self.real_home:
+            home, root_home = entry.pw_dir, pwd.getpwnam("root").pw_dir
+        return {
+            "user": entry.pw_name,
+            "uid": entry.pw_uid,
+            "gid": entry.pw_gid,
+            "home": home if entry.pw_uid else root_home,
+            "root_home": root_home,
+            "made_up": made_up,
+        }
 
     @classmethod
     def load(cls, folder: Path) -> "Plan":
@@ -112,15 +121,15 @@ class Plan:
         tracking.write(self.tracking, self.folder)
         if self.accounting:
             accounting.write(self.folder, HEAD, self.addresses[HEAD])
-        if self.made_up:
-            entries = {
-                "passwd": f"{self.user}:x:{self.uid}:{self.gid}::{self.home}:/bin/sh\n",
-                "group": f"{self.user}:x:{self.gid}:\n",
-            }
-            for name, entry in entries.items():
-                (self.folder / name).write_text(entry + Path("/etc", name).read_text())
-            Path(self.home).mkdir(mode=0o700)
-            os.chown(self.home, self.uid, self.gid)
+        passwd = Path("/etc/passwd").read_text()
+        for name, uid, gid, home in {(self.user, self.uid, self.gid, self.home), ("root", 0, 0, self.root_home)}:
+            if Path(home).is_relative_to(self.folder):
+                passwd = f"{name}:x:{uid}:{gid}::{home}:{shell(name)}\n{passwd}"  # of several entries the first counts
+                Path(home).mkdir(mode=0o700, exist_ok=True)
+                os.chown(home, uid, gid)
+        (self.folder / "passwd").write_text(passwd)
+        group = f"{self.user}:x:{self.gid}:\n" if self.made_up else ""
+        (self.folder / "group").write_text(group + Path("/etc/group").read_text())
 
     def slurmd(self, node: str) -> list[str]:
         """The command that starts a node's slurmd."""
@@ -196,12 +205,21 @@ SETTINGS = {
 }
 
 
-def nsswitch_conf() -> str:
-    """The machine's nsswitch.conf, with the hosts file as the only source of names.
+def shell(user: str) -> str:
+    """The shell of a user of this machine, or one for a user who is made up."""
+    try:
+        return pwd.getpwnam(user).pw_shell
+    except KeyError:
+        return "/bin/sh"
 
-    There is no DNS inside, and a resolver on the machine would answer with the machine's own names.
+
+def nsswitch_conf() -> str:
+    """The machine's nsswitch.conf, with the hosts file as the only source of names, and the files of users first.
+
+    There is no DNS inside, and a resolver on the machine would answer with the machine's own names. A directory of
+    users, such as sssd, would answer with the user's real home folder.
     """
     path = Path("/etc/nsswitch.conf")
     lines = path.read_text().splitlines() if path.exists() else []
-    lines = [line for line in lines if not line.startswith("hosts:")]
+    lines = [re.sub("^passwd:", "passwd: files", line) for line in lines if not line.startswith("hosts:")]
     return "\n".join([*lines, "hosts: files"]) + "\n"

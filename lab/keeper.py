@@ -10,8 +10,8 @@ standard output: `ready` or `error: ...`.
 """
 
 import contextlib
-import ctypes
 import os
+import pwd
 import select
 import shutil
 import signal
@@ -19,23 +19,17 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from lab import accounting, tracking
-from lab.base import LabError
+from lab.base import LIBC, MS_BIND, MS_PRIVATE, MS_REC, LabError, check, find_process, inside, mount, output, until
 from lab.config import HEAD, SPOOL, Plan
 
-LIBC = ctypes.CDLL(None, use_errno=True)
 # From <sched.h>: new mount, UTS, IPC, PID and network namespaces; and a new cgroup namespace.
 CLONE_ALL, CLONE_NEWCGROUP = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000, 0x02000000
-MS_RDONLY, MS_BIND, MS_REC, MS_PRIVATE = 1, 4096, 16384, 1 << 18  # from <sys/mount.h>
-START_SECONDS = 60  # for each step; a whole start takes about one second, but machines may be busy
-
-Daemons = Mapping[str, subprocess.Popen[bytes]]
+MS_RDONLY = 1  # from <sys/mount.h>
 
 
 def main() -> None:
@@ -84,13 +78,16 @@ def start(plan: Plan, cgroups: Path | None) -> None:
     cover_tmp(plan)
     keep_etc(plan)
     cover_etc(plan, HEAD)
+    check_home(plan)
     for number in range(plan.gpus):
         os.mknod(plan.folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))  # as /dev/null
         (plan.folder / f"gpu{number}").chmod(0o666)
     if os.path.exists("/dev/fuse"):  # for everybody, as on clusters: containers mount their images with it
-        os.mknod(plan.folder / "fuse", stat.S_IFCHR | 0o600, os.stat("/dev/fuse").st_rdev)
-        (plan.folder / "fuse").chmod(0o666)
-        mount(plan.folder / "fuse", "/dev/fuse", flags=MS_BIND)
+        # It lies in the head's own /tmp, since other users of the machine can reach what is in the lab's folder.
+        fuse = Path("/tmp/fuse")
+        os.mknod(fuse, stat.S_IFCHR | 0o600, os.stat("/dev/fuse").st_rdev)
+        fuse.chmod(0o666)
+        mount(fuse, "/dev/fuse", flags=MS_BIND)
     ip("link set lo up", "link add lab type bridge", "link set lab up")
     ip(f"address add {plan.addresses[HEAD]}/24 dev lab")
 
@@ -184,11 +181,24 @@ def keep_etc(plan: Plan) -> None:
 
 def cover_etc(plan: Plan, place: str) -> None:
     """Put our files over some of /etc, in this mount namespace only."""
-    for name in ("passwd", "group") if plan.made_up else ():
+    for name in "passwd", "group":
         mount(plan.folder / name, f"/etc/{name}", flags=MS_BIND)
+    if os.path.isdir("/run/nscd"):  # its socket: it would answer from the machine's own files
+        mount("tmpfs", "/run/nscd", "tmpfs", options="mode=755")
     mount(plan.folder / f"hosts.{place}", "/etc/hosts", flags=MS_BIND)
     if os.path.exists("/etc/nsswitch.conf"):
         mount(plan.folder / "nsswitch.conf", "/etc/nsswitch.conf", flags=MS_BIND)
+
+
+def check_home(plan: Plan) -> None:
+    """Refuse a machine that would let the lab's user or root work in another home folder than they should."""
+    for user, home in (plan.user, plan.home), ("root", plan.root_home):
+        try:
+            found = pwd.getpwnam(user).pw_dir
+        except KeyError:
+            found = "none"
+        if found != home:
+            raise LabError(f"the home folder of {user} inside is {found}, not {home}: see passwd in /etc/nsswitch.conf")
 
 
 def spawn(work: Callable[[], None], cgroup: Path | None = None) -> int:
@@ -224,31 +234,6 @@ def spawn(work: Callable[[], None], cgroup: Path | None = None) -> int:
     return int(pid)
 
 
-def mount(source: str | Path, target: str | Path, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """mount(2) itself: unlike the program, it takes /proc/self/fd/N for a folder that is hidden by now."""
-    words = os.fsencode(source), os.fsencode(target), kind.encode(), flags, options.encode()
-    check(LIBC.mount(*words), f"mount {source} on {target}")
-
-
-def check(result: int, what: str) -> None:
-    """Raise LabError if a call of the C library failed."""
-    if result != 0:
-        raise LabError(f"{what}: {os.strerror(ctypes.get_errno())}")
-
-
-def inside(pid: int, cgroup: Path | None = None) -> list[str]:
-    """The start of a command line that runs the rest in all namespaces of a process, and in its cgroup.
-
-    That can be joined only from outside its namespace, and only by what has the right PID: SLURM since 24.11 refuses
-    a cgroup with a process from another PID namespace, such as an nsenter that waits for its child.
-    """
-    enter = ["nsenter", f"--target={pid}"]
-    others = ["--cgroup", "--mount", "--uts", "--ipc", "--net"]
-    if not cgroup:
-        return [*enter, "--pid", *others]
-    return [*enter, "--pid", "sh", "-c", 'echo 0 >"$0" && exec "$@"', f"{cgroup}/cgroup.procs", *enter, *others]
-
-
 def ip(*lines: str, pid: int | None = None) -> None:
     """Change the network here, or where a process is."""
     output(["ip", "-batch", "-"], inside(pid) if pid else [], text="\n".join(lines) + "\n")
@@ -261,56 +246,7 @@ def answers(words: Sequence[str]) -> str:
     return ""
 
 
-def output(words: Sequence[str], prefix: Sequence[str] = (), text: str = "") -> str:
-    """What a command prints, given `text` to read; raises LabError, with its first complaint, if it fails."""
-    line, seconds = [*prefix, *words], START_SECONDS
-    try:
-        done = subprocess.run(line, input=text, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise LabError(f"{' '.join(words)}: no answer within {seconds} s") from None
-    if done.returncode != 0:
-        complaint = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[0]
-        raise LabError(f"{' '.join(words)}: {complaint}")
-    return done.stdout
-
-
 def launch(plan: Plan, name: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start a daemon; what it prints goes to a log too, for it may fail before it opens its own."""
     with open(plan.folder / "logs" / f"{name}.out", "wb") as log:
         return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/")
-
-
-def until(
-    condition: Callable[[], bool],
-    what: str,
-    daemons: Daemons | None = None,
-    seconds: float = START_SECONDS,
-    pause: float = 0.05,
-) -> None:
-    """Ask, with pauses, until a condition holds; raises LabError when a daemon ends or time is up."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        for name, daemon in (daemons or {}).items():
-            if daemon.poll() is not None:
-                raise LabError(f"{name} ended with status {daemon.returncode}, see {name}.out")
-        if time.monotonic() > deadline:
-            raise LabError(f"waited {seconds:g} s in vain until {what}")
-        time.sleep(pause)
-
-
-class Process(NamedTuple):
-    """A running process: its short name, its parent, and when it started, in clock ticks since boot."""
-
-    name: str
-    parent: int
-    start: str
-
-
-def find_process(pid: int) -> Process | None:
-    """The process with this PID, or None if there is none, or only its exit status is left."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    name, fields = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
-    return None if fields[0] in "ZX" else Process(name, int(fields[1]), fields[19])

@@ -3,22 +3,21 @@
 A tree is made once, by debootstrap, in some minutes, and kept. What is committed in the repository is cloned into it
 each time; what git ignores there stays from time to time. Nothing else of the machine changes: the tree's mounts are in
 a mount namespace that ends with the command.
+
+What is in a tree is run as root. Therefore it is kept where root alone can put something, and refused elsewhere.
 """
 
-import contextlib
-import fcntl
 import glob
 import os
 import re
 import shutil
+import stat
 import subprocess
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from lab.base import SEARCH, LabError
+from lab.base import LIBC, MS_BIND, MS_PRIVATE, MS_REC, SEARCH, LabError, check, locked, mount
 from lab.config import STUDENT
-from lab.keeper import LIBC, MS_BIND, MS_PRIVATE, MS_REC, check, mount
 
 SUITES = {
     "trixie": "SLURM 24.11, Open MPI 5.0, PMIx 5, Python 3.13, GCC 14, Apptainer 1.4",
@@ -49,9 +48,10 @@ def run(suite: str, command: Sequence[str], trees: Path, clone: str = "project",
     if not command:
         raise LabError(f"tree: which command? For example: python -m lab tree {suite} -- sinfo --version")
     top = output("the current folder is in no git repository", ["git", "rev-parse", "--show-toplevel"]).strip()
-    tree = trees / suite
-    trees.mkdir(parents=True, exist_ok=True)
-    with one_at_a_time(trees):
+    tree = open_folder(trees) / suite
+    with locked(tree.parent / ".lock"):
+        for path in tree, tree / "complete", log_of(tree), tree / clone:
+            check_owner(path)
         if not (tree / "complete").exists():
             make(suite, tree, mirror or find_mirror())
         update(Path(top), tree / clone)
@@ -64,29 +64,60 @@ def run(suite: str, command: Sequence[str], trees: Path, clone: str = "project",
 
 def default_folder() -> Path:
     """Where trees are kept unless somebody says otherwise."""
-    return Path(os.environ.get("TREES") or Path(tempfile.gettempdir(), "debian-trees"))
+    return Path(os.environ.get("TREES") or "/var/lib/slurm-lab")
+
+
+def open_folder(trees: Path) -> Path:
+    """Make the folder of trees if need be, for root alone, and return its whole path.
+
+    Raises LabError if others can put something into it, or can put another folder in its place: who could do that would
+    be root. A folder such as /tmp above it is allowed, in which everybody can make folders but remove only his own.
+    """
+    trees = Path(os.path.abspath(trees))
+    for path in [*reversed(trees.parents), trees]:
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise LabError(f"cannot make {path}: {error.strerror}") from None
+        check_owner(path, sticky=path != trees)
+    return trees
+
+
+def check_owner(path: Path, sticky: bool = False) -> None:
+    """Raise LabError if there is something at a path that is a link, not root's, or open for others to write to.
+
+    With `sticky` it may be a folder to which others can write, if they cannot remove what is root's.
+    """
+    if not os.path.lexists(path):
+        return
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        problem = "is a link"
+    elif found.st_uid != 0:
+        problem = f"belongs to user {found.st_uid}, not to root"
+    elif found.st_mode & 0o022 and not (sticky and found.st_mode & stat.S_ISVTX):
+        problem = "can be written to by others than root"
+    else:
+        return
+    raise LabError(f"{path} {problem}: trees are run as root; name a folder of root's alone with --trees or TREES")
+
+
+def log_of(tree: Path) -> Path:
+    """Where the making of a tree is logged."""
+    return tree.with_name(f"{tree.name}.log")
 
 
 def why_not(suite: str) -> str | None:
     """Say why there can be no tree of a suite in the default folder, or return None."""
-    if (default_folder() / suite / "complete").exists():
+    if os.path.exists(default_folder() / suite / "complete"):
         return None
     try:
         find_mirror()
     except LabError as error:
         return str(error)
     return None if shutil.which("debootstrap", path=SEARCH) else "missing programs: debootstrap"
-
-
-@contextlib.contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Let trees be made and changed one after the other."""
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
 
 
 def find_mirror(apt: str = "/etc/apt") -> str:
@@ -107,7 +138,7 @@ def make(suite: str, tree: Path, mirror: str) -> None:
     print(f"lab: making {tree}, once; this takes some minutes", flush=True)
     if tree.exists():
         shutil.rmtree(tree)  # one that was left half made
-    with open(f"{tree}.log", "w") as log:
+    with open(log_of(tree), "w") as log:
 
         def step(words: Sequence[str], inside: bool = False) -> None:
             move = (lambda: enter(tree, "/")) if inside else None
@@ -135,6 +166,7 @@ def copy_settings(tree: Path, names: Sequence[str]) -> None:
         if os.path.exists(name):
             target = tree / name.lstrip("/")
             target.parent.mkdir(parents=True, exist_ok=True)
+            target.unlink(missing_ok=True)  # if it is a link, it leads to a file of the machine
             shutil.copy(name, target)
 
 
@@ -157,6 +189,7 @@ def output(problem: str, words: Sequence[str]) -> str:
 
 def enter(tree: Path, folder: str) -> None:
     """Give this process a mount namespace in which the tree is everything, and go to a folder in it."""
+    names = {path: path.read_bytes() for path in (Path("/etc/resolv.conf"), Path("/etc/hosts"))}
     check(LIBC.unshare(CLONE_NEWNS), "a new mount namespace")
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     mount(tree, tree, flags=MS_BIND)
@@ -164,11 +197,12 @@ def enter(tree: Path, folder: str) -> None:
         mount(f"/{name}", tree / name, flags=MS_BIND | MS_REC)
     mount("proc", tree / "proc", "proc")
     mount("tmpfs", tree / "run", "tmpfs")
-    for name in "etc/resolv.conf", "etc/hosts":
-        shutil.copy(f"/{name}", tree / name)
-    (tree / "old").mkdir(exist_ok=True)
     os.chdir(tree)
     # Not chroot: programs in it could not make user namespaces.
-    check(LIBC.pivot_root(b".", b"old"), "pivot_root")
-    check(LIBC.umount2(b"/old", MNT_DETACH), "umount /old")
+    check(LIBC.pivot_root(b".", b"."), "pivot_root")
+    check(LIBC.umount2(b".", MNT_DETACH), "umount the machine's files")  # pivot_root has put them on top of the tree
     os.chdir(folder)
+    for path, text in names.items():  # from inside, where a link cannot lead out of the tree
+        path.unlink(missing_ok=True)
+        path.write_bytes(text)
+        path.chmod(0o644)

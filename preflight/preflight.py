@@ -1,15 +1,17 @@
 """Check a SLURM cluster from inside a job on several nodes, and print its faults in one table.
 
-On SLURM:  sbatch run.slurm [--pattern per-process] [--no-internet]
+On SLURM:  sbatch run.slurm [--pattern per-process]
 
 Every task collects facts and posts them to task 0 in four rounds, over TCP. Nothing waits forever, and a task that
-is lost, or late for a round, is not waited for again. Then task 0 has the facts judged: see verdict.py.
+is lost, or late for a round, is not waited for again. Then task 0 has the facts judged: see verdict.py. Anybody on the
+cluster can connect to these ports, so each message is signed with a secret that run.slurm has made for this job.
 """
 
 from __future__ import annotations  # a node with an older Python shall be named too: this runs on 3.8
 
 import argparse
 import contextlib
+import hmac
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -23,16 +25,18 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 ROUNDS = {"hello": 30, "peers": 25, "torch": 120, "reduce": 75}  # seconds that task 0 waits for the others
 IMPORT_SECONDS, REDUCE_SECONDS = 110, 20  # torch is slow to load the first time; an all-reduce takes milliseconds
 SHARED_SECONDS = 10  # for a file to show up on the other nodes
 MEGABYTES = 8  # of the all-reduced tensor
+LONGEST = 2**24  # bytes of a message: enough for some 10,000 tasks, and a stranger cannot fill the memory
 VARIABLES = ["CPUS_PER_TASK", "GPUS_PER_TASK", "TRES_PER_TASK", "STEP_TASKS_PER_NODE"]
+NODE = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]  # the latter is slurmd's default
 
 
 class Job(NamedTuple):
@@ -45,9 +49,9 @@ class Job(NamedTuple):
     leader: bool  # the first task of its node finds out what is the same for all tasks there
     nodes: list[str]
     port: int
+    token: bytes  # what the messages of this job are signed with
     folder: Path  # for the files of this run; removed at the end
     pattern: str
-    internet: str  # HOST:PORT, or empty
 
 
 def fail(message: str) -> None:
@@ -62,15 +66,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser("preflight.py", description="Check a SLURM cluster: sbatch run.slurm [options]")
     text = "per-node (default): torchrun_multinode, ddp_spawn, deepspeed; per-process: horovod_cpu, lightning"
     parser.add_argument("--pattern", choices=["per-node", "per-process"], default="per-node", help=text)
-    parser.add_argument(
-        "--internet-host", default="www.python.org:443", metavar="HOST:PORT", help="tried from every node"
-    )
-    parser.add_argument("--no-internet", action="store_true", help="do not try")
     parser.error = fail  # one line, without the usage
-    args = parser.parse_args()
-    if not re.fullmatch(r".+:\d{1,5}", args.internet_host):
-        fail(f"--internet-host {args.internet_host}: must be HOST:PORT")
-    return args
+    return parser.parse_args()
 
 
 def read_job(args: argparse.Namespace) -> Job:
@@ -80,6 +77,8 @@ def read_job(args: argparse.Namespace) -> Job:
         fail("this is not a SLURM job; submit it: sbatch run.slurm")
     if int(env.get("SLURM_STEP_ID", 2**32)) >= 2**32 - 6:  # batch and interactive steps have the highest numbers
         fail("srun did not start this; submit it: sbatch run.slurm")
+    if not env.get("PREFLIGHT_TOKEN"):
+        fail("no PREFLIGHT_TOKEN, which run.slurm makes; submit it: sbatch run.slurm")
     command = ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]]
     try:
         nodes = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=10, text=True).stdout.split()
@@ -89,13 +88,13 @@ def read_job(args: argparse.Namespace) -> Job:
         id=int(env["SLURM_JOB_ID"]),
         rank=int(env["SLURM_PROCID"]),
         world=int(env["SLURM_STEP_NUM_TASKS"]),
-        node=env["SLURMD_NODENAME"],
+        node=NODE,
         leader=env["SLURM_LOCALID"] == "0",
         nodes=nodes,
         port=10000 + int(env["SLURM_JOB_ID"]) % 20000,  # as in the examples: below the ports given out at random
+        token=env["PREFLIGHT_TOKEN"].encode(),
         folder=Path(f".preflight-{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}").absolute(),
         pattern=args.pattern,
-        internet="" if args.no_internet else args.internet_host,
     )
 
 
@@ -146,8 +145,23 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def send(connection: socket.socket, message: Any) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
+def sign(token: bytes, text: bytes) -> bytes:
+    return hmac.new(token, text, "sha256").hexdigest().encode()
+
+
+def send(connection: socket.socket, token: bytes, message: Any) -> None:
+    """Send a message as one line: its signature, from which nobody can tell the token, and the message as JSON."""
+    text = json.dumps(message).encode()
+    connection.sendall(sign(token, text) + b" " + text + b"\n")
+
+
+def receive(stream: BinaryIO, token: bytes) -> Iterator[Any]:
+    """Yield the other end's messages; raise ValueError at the first line that no task of this job has signed."""
+    for line in iter(lambda: stream.readline(LONGEST), b""):
+        signature, _, text = line.rstrip(b"\n").partition(b" ")
+        if not hmac.compare_digest(signature, sign(token, text)):
+            raise ValueError("another job or program is there")
+        yield json.loads(text)
 
 
 # How tasks talk: exchange(round, facts) returns what every task posted in that round.
@@ -175,15 +189,17 @@ class Head:
 
     def serve(self, connection: socket.socket) -> None:
         rank = -1
-        with contextlib.suppress(OSError, ValueError):
+        with connection, connection.makefile("rb") as stream, contextlib.suppress(OSError, ValueError):
             keep_alive(connection)
-            send(connection, {"job": self.job.id, "time": time.time()})
-            for line in connection.makefile():
-                name, rank, facts = json.loads(line)
+            send(connection, self.job.token, {"time": time.time()})
+            for name, sender, facts in receive(stream, self.job.token):
+                if sender not in range(1, self.job.world):
+                    raise ValueError(f"no task {sender} posts here")
+                rank = sender
                 self.connections[rank] = connection
                 self.posts[name][rank] = facts
                 if name in self.answers:  # too late for the others
-                    send(connection, [name, self.answers[name]])
+                    send(connection, self.job.token, [name, self.answers[name]])
         self.lost.add(rank)
 
     def exchange(self, name: str, facts: Any) -> dict[int, Any]:
@@ -196,7 +212,7 @@ class Head:
         self.answers[name] = {} if name == "peers" else done  # peers: by far the largest, and for task 0 only
         for connection in list(self.connections.values()):
             with contextlib.suppress(OSError):
-                send(connection, [name, self.answers[name]])
+                send(connection, self.job.token, [name, self.answers[name]])
         return done
 
     def silent(self) -> set[int]:
@@ -227,11 +243,11 @@ class Guest:
     def connect(self, host: str, port: int) -> None:
         before = time.time()
         self.host, self.connection = host, socket.create_connection((host, port), timeout=3)
-        self.lines = self.connection.makefile()
-        greeting = json.loads(self.lines.readline())
+        self.messages = receive(self.connection.makefile("rb"), self.job.token)
+        greeting = next(self.messages, None)
         after = time.time()
-        if greeting["job"] != self.job.id:
-            raise ValueError("another job answers there")
+        if greeting is None:
+            raise ConnectionError("it has hung up")
         # Task 0 read its clock somewhere between our two readings.
         self.clock = {"ahead": (before + after) / 2 - greeting["time"], "doubt": (after - before) / 2}
         keep_alive(self.connection)
@@ -239,9 +255,8 @@ class Guest:
 
     def exchange(self, name: str, facts: Any) -> dict[int, Any]:
         try:
-            send(self.connection, [name, self.job.rank, facts])
-            for line in self.lines:
-                answered, posts = json.loads(line)
+            send(self.connection, self.job.token, [name, self.job.rank, facts])
+            for answered, posts in self.messages:
                 if answered == name:
                     return {int(rank): post for rank, post in posts.items()}
         except OSError as error:
@@ -264,7 +279,7 @@ def find_connections(job: Job, roster: dict[int, Any]) -> dict[str, Any]:
 
     def knock(node: str) -> str:
         with socket.create_connection((node, ports[node]), timeout=5) as connection:
-            return connection.makefile().readline().strip()
+            return connection.makefile().readline(300).strip()  # a name; another program may never end its line
 
     return side_by_side(knock, [node for node in ports if node != job.node], 8)
 
@@ -312,51 +327,6 @@ def find_wheel(_: Job, __: dict[int, Any]) -> dict[str, Any]:
         if facts["gpus"]:  # else an nvidia-smi that does not know compute_cap, such as that of driver 470
             break
     return facts
-
-
-def find_signals(job: Job, roster: dict[int, Any]) -> dict[str, Any]:
-    """Try whether SLURM's signals reach what a task has started; where that cannot be tried, say why."""
-    facts: dict[str, Any] = {"plugin": "", "tree": None, "problem": ""}
-    try:
-        config = subprocess.run(["scontrol", "show", "config"], stdout=subprocess.PIPE, text=True, timeout=4).stdout
-        facts["plugin"] = "".join(re.findall(r"^ProctrackType\s*=\s*(\S+)", config, re.MULTILINE))
-        if len(roster) < job.world:
-            raise ConnectionError("a task is silent")  # it may not have blocked the signal yet, which would end it
-        if os.environ.get("IMAGE"):
-            raise InterruptedError("in an image processes begin with signals unblocked")  # it might end one
-        facts["tree"] = signal_tree(f"{job.id}.{os.environ['SLURM_STEP_ID']}")
-    except (OSError, subprocess.SubprocessError) as error:
-        facts["problem"] = describe(error)
-    return facts
-
-
-def signal_tree(step: str) -> bool:
-    """Have SLURM send USR1 to this step; return whether a child in a session of its own gets it as this task does.
-
-    All tasks have blocked USR1 in main(), and their children inherit that: it ends nobody, but can be waited for.
-    """
-    code = "import signal; signal.sigtimedwait([signal.SIGUSR1], 14)"  # limited, in case this task is killed
-    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as child:
-        try:
-            subprocess.run(["scancel", "--ctld", "--signal=USR1", step], check=True, timeout=4)
-            if not signal.sigtimedwait([signal.SIGUSR1], 4):
-                raise TimeoutError("scancel --signal=USR1 had no effect within 4 s")
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return child.wait(2) == 0
-            return False
-        finally:
-            child.kill()
-
-
-def find_internet(job: Job, _: dict[int, Any]) -> str:
-    """Return why the internet cannot be reached, or nothing. A look-up that hangs is usual here, and no fault."""
-
-    def connect(place: str) -> None:
-        host, port = place.rsplit(":", 1)
-        socket.create_connection((host, int(port)), timeout=3).close()
-
-    answer = side_by_side(connect, [job.internet], 3)[job.internet]
-    return answer["error"] if answer else ""
 
 
 # Torch, in a process of its own: one that is missing, crashes or hangs takes no other answer with it.
@@ -466,7 +436,7 @@ def reduce(job: Job, board: Head | Guest, process: Any, pipe: Any, posts: dict[i
 
 def tell_node(connection: socket.socket) -> None:
     with connection:
-        connection.sendall(f"{os.environ['SLURMD_NODENAME']}\n".encode())
+        connection.sendall(f"{NODE}\n".encode())
 
 
 def hello(job: Job, board: Head | Guest) -> dict[str, Any]:
@@ -490,12 +460,8 @@ def play(job: Job, board: Head | Guest, process: Any, pipe: Any) -> None:
     local = int(os.environ["SLURM_LOCALID"])
     roster = board.exchange("hello", hello(job, board))
     probes: dict[str, Callable] = {"gpus": find_gpus}
-    if job.rank == 0:
-        probes["signals"] = find_signals
     if job.leader:
         probes.update(names=find_names, connections=find_connections, shared=find_shared, wheel=find_wheel)
-        if job.internet:
-            probes["internet"] = find_internet
     board.exchange("peers", side_by_side(lambda name: probes[name](job, roster), probes, 15))
     found = ask(process, pipe, "torch", IMPORT_SECONDS)
     torch = f"torch {found['torch']}" if isinstance(found["torch"], str) else f"no torch ({found['torch']['error']})"
@@ -525,7 +491,6 @@ def finish(head: Head, process: Any, why: str = "") -> None:
 
 def main() -> None:
     args, board = parse_args(), None
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # before there are threads: see signal_tree
     try:
         job = read_job(args)
         context = multiprocessing.get_context("fork")  # this script is standard input, which cannot be read again
@@ -544,7 +509,7 @@ def main() -> None:
         shutil.rmtree(job.folder, ignore_errors=True)  # for a folder that is not task 0's
         process.kill()
     except Exception as error:
-        print(f"preflight.py: {os.environ['SLURMD_NODENAME']}: {describe(error)}", flush=True)
+        print(f"preflight.py: {NODE}: {describe(error)}", flush=True)
         if board:
             finish(board, process, describe(error))
     os._exit(int(os.environ["SLURM_PROCID"] == "0"))  # threads that hang in a look-up cannot be joined

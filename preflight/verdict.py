@@ -1,7 +1,8 @@
 """Judge the facts that preflight.py has collected: each check becomes one row of the table.
 
 A judge gets the reports of the tasks that have facts for its check, and returns (result, status, advice). FAIL is
-for what breaks training, WARN for what only slows it down or breaks it by chance.
+for what breaks training, WARN for what only slows it down or breaks it by chance. Every row but `wheel`
+can say one of the two.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Row = tuple  # (result, status, advice)
 GRADIENTS, ETHERNET = 4.8, 130  # MB that the examples' ConvNet all-reduces in a step; MB/s that 1 GbE cannot reach
 STAFF = "ask the cluster's staff"
 
-# The table "Which PyTorch" of the repository's README: (torch, torchvision, UV_TORCH_BACKEND).
+# The table "Which PyTorch" of the repository's docs/environments.md: (torch, torchvision, UV_TORCH_BACKEND).
 PINS, CPU = ("2.15.0", "0.29.2", ""), ("2.15.0", "0.29.2", "cpu")  # those of every requirements.txt
 AMD = ("2.13.0", "0.28.0", "rocm7.2")
 NVIDIA = [  # the first row that fits: driver below, compute capability below
@@ -35,6 +36,11 @@ def few(faults: Iterable[str]) -> str:
     """Join faults, but not hundreds of them."""
     faults = list(dict.fromkeys(faults))
     return "; ".join(faults[:4]) + (f"; and {len(faults) - 4} more" if len(faults) > 4 else "")
+
+
+def visible(text: str) -> str:
+    """Spell out control characters, since some of the text is other programs', and a terminal would obey it."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def judge_names(reports: list[dict], job: Any) -> Row:
@@ -156,13 +162,11 @@ def gpu_advice(report: dict, found: dict) -> str:
     amd = found.get("amd") and not nvidia
     if (wrong and report["gpus"] and nvidia) or (amd and not build.startswith("ROCm")):
         return install(fitting([found]))
-    command = "uv pip install --reinstall torch torchvision"  # where the row `wheel` knows nothing
-    if "no kernel image" in problem:
-        return f"this torch is not built for these GPUs; for V100 and older: UV_TORCH_BACKEND=cu126 {command}"
-    if report["gpus"] and wrong:
-        return f"a torch for that driver: UV_CUDA_DRIVER_VERSION={report['gpus'][0]} UV_TORCH_BACKEND=auto {command}"
-    if build == "CPU only" or not (report["gpus"] or amd):
-        return f"a torch for the node's GPUs: UV_TORCH_BACKEND=auto {command} there; if it finds no driver, {STAFF}"
+    if wrong and report["gpus"]:  # and the row `wheel` knows nothing
+        return 'a torch for that driver and GPU: the table "Which PyTorch" of the repository'
+    if not (report["gpus"] or amd):
+        command = "UV_TORCH_BACKEND=auto uv pip install --reinstall torch torchvision"
+        return f"a torch for the node's GPUs: {command} there; if it finds no driver, {STAFF}"
     return f"{STAFF} about those nodes"
 
 
@@ -188,7 +192,7 @@ def install(wheel: tuple | None, file: str = "") -> str:
     if backend:
         command = f"UV_TORCH_BACKEND={backend} {command}"
     if file:
-        command = f"pin these in {file}, then {command} (the README's table)"
+        command = f"pin these in {file}, then {command} (docs/environments.md)"
     return f"the site's own image or module first; else {command}" if wheel == AMD else command
 
 
@@ -206,7 +210,7 @@ def describe(found: dict) -> str:
 
 
 def judge_wheel(reports: list[dict], job: Any) -> Row:
-    """For information: which row of the README's table fits the nodes."""
+    """For information: which row of the table in docs/environments.md fits the nodes."""
     known, texts = [], {}
     for r in reports:
         found = r["wheel"]
@@ -226,21 +230,6 @@ def judge_wheel(reports: list[dict], job: Any) -> Row:
     return result, "ok", advice
 
 
-def judge_signals(reports: list[dict], job: Any) -> Row:
-    """For information: both kinds are in use, and the examples work with both."""
-    found = reports[0]["signals"]
-    plugin, tree, problem = found["plugin"], found["tree"], found["problem"]
-    if tree is None:  # not tried: what the plugins are known to do
-        tree = {"proctrack/linuxproc": True, "proctrack/cgroup": False, "proctrack/pgid": False}.get(plugin)
-    how = f"{plugin or 'ProctrackType unknown'}{problem and f'; not tried: {problem}'}"
-    if tree is None:
-        return f"unknown whether they reach what a task starts ({how})", "ok", "take it that they do not"
-    if tree:
-        return f"reach all that a task starts ({how})", "ok", "elsewhere often the task only: do not rely on it"
-    advice = "usual: launchers must pass them on, as torchrun_multinode's run.slurm does"
-    return f"reach a task, not what it starts ({how})", "ok", advice
-
-
 def judge_clocks(reports: list[dict], job: Any) -> Row:
     apart = max(abs(report["clock"]["ahead"]) for report in reports)
     clocks = {report["node"]: report["clock"] for report in reports}
@@ -248,14 +237,6 @@ def judge_clocks(reports: list[dict], job: Any) -> Row:
     if wrong:
         return f"{few(wrong)} against {job.nodes[0]}", "WARN", f"{STAFF} (NTP): time stamps of files and logs mislead"
     return f"at most {apart:.3f} s apart", "ok", ""
-
-
-def judge_internet(reports: list[dict], job: Any) -> Row:
-    without = [report["node"] for report in reports if report["internet"]]
-    if without:
-        problem = next(report["internet"] for report in reports if report["internet"])
-        return f"none from {few(without)}: {problem}", "ok", "usual: download data and wheels on the login node"
-    return f"every node reaches {job.internet}", "ok", ""
 
 
 def judge_python(reports: list[dict], job: Any) -> Row:
@@ -301,9 +282,7 @@ CHECKS = {
     "port": judge_port,
     "gpus": judge_gpus,
     "wheel": judge_wheel,
-    "signals": judge_signals,
     "clock": judge_clocks,
-    "internet": judge_internet,
     "python": judge_python,
     "reduce": judge_reduce,
 }
@@ -334,8 +313,8 @@ def table(reports: dict[int, dict], silent: set[int], job: Any, why: str = "") -
         advice = f"see its lines above; if none, it is dead or cut off: sbatch --exclude=... and {STAFF}"
         rows["answers"] = (f"{answers}; silent: {few(sorted(nodes)) or 'none'}{why and '; '}{why}", "FAIL", advice)
     for name in CHECKS:
-        if name != "internet" or job.internet:
-            rows[name] = judge(name, list(reports.values()), job)
+        rows[name] = judge(name, list(reports.values()), job)
+    rows = {name: tuple(map(visible, row)) for name, row in rows.items()}
     width = min(60, max(len(row[0]) for row in rows.values()))
     header = f"{'check':11} | {'result':{width}} |      | advice"
     lines = [f"{name:11} | {result:{width}} | {status:4} | {advice}" for name, (result, status, advice) in rows.items()]

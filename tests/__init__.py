@@ -1,1 +1,1 @@
-"""The tests. They are a package so that noxfile.py and the benchmarks can import tests.harness."""
+"""The tests. They are a package, so that the two files named conftest.py are two modules."""

@@ -1,28 +1,56 @@
 """What the marks do, and the fixtures of all tests: the example, a copy of it, and its reference run."""
 
+import contextlib
+import dataclasses
 import os
+import re
 import shlex
 import signal
+import sys
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
-pytest.register_assert_rewrite("tests.harness")  # so that an assertion that fails there, too, shows its values
-from tests.harness import readme, runs  # noqa: E402
-from tests.harness.launchers import EXAMPLES, LAUNCHERS, ROOT, copy_example  # noqa: E402
-from tests.harness.runs import Reference  # noqa: E402
+pytest.register_assert_rewrite("harness")  # so that an assertion that fails there, too, shows its values
+from harness import runs  # noqa: E402
+from harness.jobs import CPUS, GPUS, NODES, cancel_left, on_this_machine_only  # noqa: E402
+from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, Launcher, copy_example  # noqa: E402
+from harness.reference import reference as make_reference  # noqa: E402
+from harness.runs import Reference  # noqa: E402
+from lab import Lab, why_not  # noqa: E402
 
 # A shell lets what it starts with `&` ignore SIGINT, and so would everything that these tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Whose tests marked `thorough` are ordinary ones: the fastest to start; on SLURM the one that promises most.
-THOROUGH, THOROUGH_ON_SLURM = "ddp_spawn", "torchrun_multinode"
+# With which example a test with the mark runs("one") is an ordinary one: the fastest to start; on SLURM the one that
+# promises most.
+ONE, ONE_ON_SLURM = "ddp_spawn", "torchrun_multinode"
+CLAUSES = {field.name for field in dataclasses.fields(Launcher) if field.type is bool}
+
+# Where CI=true is set, as in .ci/run, a skip would look like a pass. These reasons alone are permitted there.
+PERMITTED_SKIPS = (
+    r"cgroup-v[12]: ",  # a machine has one of them, and the lab's other ways to track processes work everywhere
+    r"needs (Apptainer|an ordinary user .*): ",  # weekly: test_other_slurm.py runs these tests in a Debian that has it
+    r"this machine has Apptainer: ",  # and this is what that says otherwise
+    r"needs a GPU: ",
+    r"this SLURM is packaged without its PMIx plugin",  # weekly: one of the other Debians
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--example", action="append", choices=EXAMPLES, help="test this example only (repeatable)")
     parser.addoption("--folder", type=Path, help="where a copy of the one example lies (default: this repository)")
+    parser.addoption("--references", type=Path, help="the folder where harness.reference has left reference runs")
+    parser.addoption("--matrix", action="store_true", help="run nothing: print which session runs what")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --example leave files of other examples, and of none, unread: to import them all takes seconds."""
+    chosen = config.getoption("example")
+    named = collection_path.stem.removeprefix("test_").removesuffix("_jobs")
+    others = chosen and (collection_path.name == "repo" or (named in EXAMPLES and named not in chosen))
+    return True if others else None  # None: as pytest itself decides
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -30,30 +58,93 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("example", metafunc.config.getoption("example") or EXAMPLES, scope="session")
 
 
-def belongs(item: pytest.Item, first: bool) -> bool:
-    """Whether a test runs with its example, see the mark `only`; one without an example runs with the first."""
+def belongs(item: pytest.Item) -> bool:
+    """Whether a test runs with its example: with each, or as its marks `only` say."""
+    example, row = item.callspec.params["example"], LAUNCHERS[item.callspec.params["example"]]
+    for mark in item.iter_markers("only"):
+        if wrong := set(mark.args) - {*EXAMPLES, *CLAUSES}:
+            raise pytest.UsageError(f"{item.nodeid}: the mark only names no example and no clause: {wrong}")
+        if example not in mark.args and not any(getattr(row, name) for name in CLAUSES.intersection(mark.args)):
+            return False
+    named = item.path.stem.removeprefix("test_").removesuffix("_jobs")
+    if named in EXAMPLES and named != example:
+        raise pytest.UsageError(f"{item.nodeid}: {item.path.name} is for tests of {named} only")
+    return True
+
+
+def is_weekly(item: pytest.Item) -> bool:
+    """Whether a test is too long for the ordinary checks, alone or with its example: see the mark `runs`."""
+    marks = {(when, *names) for when, *names in (mark.args for mark in item.iter_markers("runs"))}
+    if wrong := {word for when, *names in marks for word in (when, *names)} - {"weekly", "one", "patterns", *EXAMPLES}:
+        raise pytest.UsageError(f"{item.nodeid}: the mark runs has {wrong}")
     if "example" not in item.fixturenames:
-        return first
-    only = item.get_closest_marker("only")
-    if only and not set(only.args) <= set(EXAMPLES):
-        raise pytest.UsageError(f"{item.nodeid}: the mark only{only.args} names no example")
-    return not only or item.callspec.params["example"] in only.args
+        return ("weekly",) in marks
+    example = item.callspec.params["example"]
+    when = {when for when, *names in marks if not names or example in names}
+    one = ONE_ON_SLURM if item.get_closest_marker("slurm") else ONE
+    return (
+        "weekly" in when
+        or ("one" in when and example != one)
+        or ("patterns" in when and not LAUNCHERS[example].pattern)
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself selects by mark
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Do what the marks say: leave out tests of other examples, put off long ones, skip what is not promised."""
+    """Do what the marks say: leave out tests of other examples, and mark what is weekly and what belongs to none."""
+    chosen = []
     for item in items:
-        chosen = THOROUGH_ON_SLURM if item.get_closest_marker("slurm") else THOROUGH
-        if item.get_closest_marker("thorough") and item.callspec.params["example"] != chosen:
-            item.add_marker("faults")
-        if item.get_closest_marker("pattern") and not LAUNCHERS[item.callspec.params["example"]].pattern:
-            item.add_marker("faults")
-        for clause in item.iter_markers("clause"):
-            if not getattr(LAUNCHERS[item.callspec.params["example"]], clause.args[0]):
-                item.add_marker(pytest.mark.skip(reason=f"this example does not keep the clause {clause.args[0]!r}"))
-    first = EXAMPLES[0] in (config.getoption("example") or EXAMPLES)
-    items[:] = [item for item in items if belongs(item, first)]
+        of_example = "example" in item.fixturenames
+        if not (belongs(item) if of_example else not config.getoption("example")):
+            continue
+        chosen.append(item)
+        if is_weekly(item):
+            item.add_marker("weekly")
+        if not of_example:
+            item.add_marker("repo")
+    items[:] = chosen
+    if config.getoption("matrix"):
+        print(matrix(items))
+        items.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """In CI make a skip a failure, but for those that are permitted."""
+    report = yield
+    if report.skipped and os.environ.get("CI") in ("true", "1"):
+        *_, reason = report.longrepr
+        if not any(re.match(pattern, reason.removeprefix("Skipped: ")) for pattern in PERMITTED_SKIPS):
+            report.outcome = "failed"
+            report.longrepr = f"{reason}: CI permits no such skip, see PERMITTED_SKIPS in tests/conftest.py"
+    return report
+
+
+def session_of(item: pytest.Item) -> str:
+    """Return the session of nox that runs a test, as one letter: see `matrix`."""
+    if item.get_closest_marker("repo"):
+        return "W" if item.get_closest_marker("weekly") else "r"
+    for mark, letter in (("gpu", "G"), ("weekly", "w"), ("slurm", "J")):
+        if item.get_closest_marker(mark):
+            return letter
+    return "s"
+
+
+def matrix(items: list[pytest.Item]) -> str:
+    """Return a table of all tests and examples, with a letter for the session that runs each."""
+    rows: dict[str, dict[str, set[str]]] = {}
+    for item in items:
+        example = item.callspec.params["example"] if "example" in item.fixturenames else "repo"
+        name = f"{item.path.relative_to(ROOT / 'tests')}::{item.originalname}"
+        rows.setdefault(name, {}).setdefault(example, set()).add(session_of(item))
+    columns = [*EXAMPLES, "repo"]
+    legend = "s: smoke   J: slurm, a job   w: weekly   G: gpu   r: repo   W: repo -- --weekly"
+    lines = ["", f"{legend}   sw: some of its parameters each", ""]
+    lines += [f"{'|  ' * number}{name}" for number, name in enumerate(columns)]
+    for name, cells in rows.items():
+        letters = ["".join(sorted(cells.get(column, "."))) for column in columns]
+        lines.append(f"{' '.join(f'{letter:2}' for letter in letters)}  {name}")
+    return "\n".join(lines)
 
 
 @pytest.fixture(scope="session")
@@ -68,10 +159,11 @@ def source(example: str, shipped: Path, session_folder: Path) -> Path:
     if not LAUNCHERS[example].prepare:
         return shipped
     folder = session_folder / "prepared" / example
-    with FileLock(f"{session_folder / example}.lock"):
+    with runs.locked(Path(f"{session_folder / example}.lock")):
         if not folder.exists():
             copied = copy_example(shipped, folder.with_name(f"{example}-part"))
-            runs.Run(shlex.split(LAUNCHERS[example].prepare), copied).wait(120)
+            run = runs.Run(shlex.split(LAUNCHERS[example].prepare), copied).wait()
+            assert run.status == 0, run.stderr
             copied.rename(folder)
     return folder
 
@@ -90,13 +182,51 @@ def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference(example: str, shipped: Path, session_folder: Path) -> Reference:
-    """Run what the README says under "Run locally", word for word, once, in a fresh copy."""
+def lab(session_folder: Path) -> Iterator[Lab]:
+    """A running lab that ends with this process, whatever happens to it."""
+    if reason := why_not():
+        pytest.skip(reason)
+    shared = on_this_machine_only(session_folder, Path(sys.prefix))
+    with Lab(NODES, CPUS, GPUS, name=f"test{os.getpid()}", share=shared) as lab:
+        assert Path(lab.home).is_relative_to(lab.folder), "tests write to the user's home folder"
+        python = lab.run([sys.executable, "--version"], cwd="/")
+        assert python.returncode == 0, f"user {lab.user}, who runs jobs, cannot use {sys.executable}: {python.stderr}"
+        yield lab
 
-    def make(folder: Path) -> list[Reference]:
-        copy_example(shipped, folder)
-        local = " ".join(LAUNCHERS[example].command(2))
-        run = readme.run_block(readme.until(folder / "README.md", local), folder)
-        return [Reference(folder / "output", run.stdout, run.stderr)]
 
-    return runs.references(session_folder / f"reference-{example}", make)[0]
+@pytest.fixture(autouse=True)
+def no_job_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """End the jobs that a test has left in the lab, which would hinder those that follow, and call it a failure."""
+    lab = request.getfixturevalue("lab") if "lab" in request.fixturenames else None
+    yield
+    if lab and (left := cancel_left(lab)):
+        pytest.fail(f"left in the lab: {left}")
+
+
+@pytest.fixture(autouse=True)
+def no_run_left() -> Iterator[None]:
+    """End the runs that a test has not waited for, and call that a failure."""
+    yield
+    if left := list(runs.STARTED):
+        for run in left:
+            with contextlib.suppress(AssertionError):  # the others are to be ended all the same
+                run.end()
+        pytest.fail(f"left running: {[run.command for run in left]}")
+
+
+@pytest.fixture(scope="session")
+def kept(pytestconfig: pytest.Config, session_folder: Path) -> Path:
+    """The folder of the reference runs: `nox -s smoke` makes them before the tests, each once for all examples."""
+    return pytestconfig.getoption("references") or session_folder
+
+
+@pytest.fixture(scope="session")
+def reference(example: str, shipped: Path, kept: Path) -> Reference:
+    """What the README says under "Run locally", run word for word, once, in a fresh copy."""
+    return make_reference(example, shipped, kept)
+
+
+@pytest.fixture(scope="session")
+def ddp_spawn_output(kept: Path) -> Path:
+    """The output folder of ddp_spawn's default run, which other examples are compared with."""
+    return runs.references(kept / "reference-ddp_spawn", runs.train_ddp_spawn)[0].output

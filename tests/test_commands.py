@@ -1,21 +1,29 @@
-"""Every command in a README's bash blocks is run by a test, or says in its comment what it needs.
+"""Every command in the bash blocks of a README or of docs/ has a test that runs it, or its comment says what it needs.
 
-Word for word, but for more arguments: a name for the lab, fewer epochs, fewer processes in a job.
+What is held here: the test exists, and it reads the commands in that document, or has each word of the command in its
+text: programs, options and their values, files, names of variables. Its text is its own, without the docstrings, and
+that of all that it uses in its file, in the conftest.py files and in harness/. It may add arguments, such as a name for
+the lab or fewer epochs. That it then runs these words, and in this order, is for its reader to see.
 """
 
+import ast
+import functools
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.harness import outputs, readme
-from tests.harness.launchers import LAUNCHERS, ROOT, copy_example
+from harness import readme
+from harness.launchers import LAUNCHERS, ROOT, copy_example
 
 NEEDS = re.compile(r"# needs (the internet|a cluster|a GPU)\b")
-LAB, HOROVOD_JOBS = "slurm/test_lab.py::", "slurm/test_horovod_cpu_jobs.py::"
-NOTEBOOKS = "slurm/test_jupyter.py::"
+LAB, HOROVOD_JOBS = "repo/test_lab.py::", "slurm/test_horovod_cpu_jobs.py::"
+PREFLIGHT = "repo/test_preflight.py::test_"
+PINS = "repo/test_pins.py::test_command"
+NOTEBOOKS, ADDING = "slurm/test_jupyter.py::", "repo/test_adding_an_example.py::test_added"
 APT = "sudo apt-get install --no-install-recommends slurm-wlm munge iproute2 openmpi-bin libpmix-dev"
-RUN_BY = {  # README: command: the test that runs it, or the file that does
+RUN_BY = {  # document: command: the test that runs it, or the file that does
     "README.md": {
         'python3 -m venv .venv && .venv/bin/pip install -q "nox[uv]" && .venv/bin/nox -s train': "../.ci/run",
         'python3 -m venv .venv && .venv/bin/pip install -q "nox[uv]" && .venv/bin/nox -s smoke': "../.ci/run",
@@ -24,28 +32,24 @@ RUN_BY = {  # README: command: the test that runs it, or the file that does
         "python3 -m venv .venv && source .venv/bin/activate && pip install -r requirements.txt": (
             "test_commands.py::test_copy_one_out"
         ),
-        "python train.py --processes 2": "test_commands.py::test_copy_one_out",
+        "python train.py --processes 2": "../harness/reference.py::reference",
+        "python train.py --dataset fashion_mnist --data-dir data": "test_data_files.py::test_trains_on_idx_files",
+        "cd preflight && VENV=~/project/.venv sbatch run.slurm": PREFLIGHT + "healthy",
+        "cd jupyter && VENV=../examples/ddp_spawn/.venv sbatch run.slurm": NOTEBOOKS + "test_only_for_its_owner",
+        "sudo python3 -m lab up --nodes 2": LAB + "test_from_nothing_to_a_job",
+        "sudo python3 -m lab run --chdir examples/ddp_spawn -- sbatch run.slurm": LAB + "test_from_nothing_to_a_job",
+        "sudo python3 -m lab down": LAB + "test_from_nothing_to_a_job",
+    },
+    "docs/environments.md": {
         "python3 -m venv .venv": "test_environments.py::test_without_internet",
         ".venv/bin/pip install --no-index --find-links wheels --requirement requirements.txt": (
             "test_environments.py::test_without_internet"
         ),
-        "python train.py --dataset fashion_mnist --data-dir data": "test_data_files.py::test_trains_on_idx_files",
-        "cd preflight && VENV=~/project/.venv sbatch run.slurm": "slurm/test_preflight.py::test_healthy",
-        "cd jupyter && VENV=../examples/ddp_spawn/.venv sbatch run.slurm": NOTEBOOKS + "test_only_for_its_owner",
-        "python3 -m venv examples/ddp_spawn/.venv": LAB + "test_readme_of_the_repository",
-        "examples/ddp_spawn/.venv/bin/pip install -r examples/ddp_spawn/requirements.txt": (
-            LAB + "test_readme_of_the_repository"
-        ),
-        "sudo python3 -m lab up --nodes 2": LAB + "test_readme_of_the_repository",
-        "sudo python3 -m lab run --chdir examples/ddp_spawn -- sbatch run.slurm": LAB + "test_readme_of_the_repository",
-        "sudo python3 -m lab down": LAB + "test_readme_of_the_repository",
     },
     "preflight/README.md": {
-        "VENV=~/project/.venv sbatch run.slurm": "slurm/test_preflight.py::test_healthy",
-        "VENV=~/project/.venv sbatch run.slurm --pattern per-process": (
-            "slurm/test_preflight.py::test_per_process_without_internet"
-        ),
-        "IMAGE=~/project/example.sif sbatch run.slurm": "slurm/test_preflight.py::test_image",
+        "VENV=~/project/.venv sbatch run.slurm": PREFLIGHT + "healthy",
+        "VENV=~/project/.venv sbatch run.slurm --pattern per-process": PREFLIGHT + "per_process",
+        "IMAGE=~/project/example.sif sbatch run.slurm": PREFLIGHT + "image",
     },
     "jupyter/README.md": {
         "VENV=../examples/ddp_spawn/.venv sbatch run.slurm": NOTEBOOKS + "test_only_for_its_owner",
@@ -55,8 +59,15 @@ RUN_BY = {  # README: command: the test that runs it, or the file that does
         ),
         "IMAGE=example.sif sbatch run.slurm": "slurm/test_containers.py::test_notebook",
     },
-    "examples/ddp_spawn/README.md": {
-        "python train.py --dataset fashion_mnist --data-dir data": "test_data_files.py::test_trains_on_idx_files",
+    "CONTRIBUTING.md": {
+        "cp -r examples/torchrun_multinode examples/NAME": ADDING,
+        "sed -i 's/torchrun_multinode/NAME/' examples/NAME/run.slurm examples/NAME/README.md": ADDING,
+        "nox -s sync": ADDING,
+        "ruff check .": ADDING,
+        'pytest -m "repo and not weekly" tests/test_commands.py tests/repo/test_{repository,form,pictures}.py': ADDING,
+        "uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate "
+        '--no-emit-package setuptools --no-emit-package wheel --custom-compile-command "see CONTRIBUTING.md, Pins" '
+        "--output-file tests/constraints.txt examples/*/requirements.txt tests/requirements.txt": PINS,
     },
     "examples/deepspeed/README.md": {
         "deepspeed --num_gpus 2 --master_port 29501 train.py --output-dir output/own": (
@@ -89,60 +100,119 @@ def packages() -> list[str]:
 
 
 def test_packages_are_named() -> None:
-    """The READMEs name every Debian package that .ci/run installs: else a newcomer's machine would lack it."""
-    named = {word for name in ("", "lab/") for word in re.findall(r"[\w+.-]+", (ROOT / name / "README.md").read_text())}
-    assert packages() and not set(packages()) - named
+    """Each Debian package that .ci/run installs is in an apt-get command of a README: else newcomers would lack it."""
+    text = "".join((ROOT / name / "README.md").read_text() for name in ("", "lab/"))
+    named = " ".join(re.findall(r"apt-get install ([^`\n]+)", text)).split()
+    assert packages() and not set(packages()).difference(named)
 
 
 def run_by(file: str) -> dict[str, str]:
-    """Return what runs each command of a README."""
+    """Return what runs each command of a document."""
     table = dict(RUN_BY.get(file, {}))
     if file == "lab/README.md":
-        table = {command: LAB + "test_readme" for block in readme.blocks(ROOT / file)[1:] for command in block}
-    if file in ("README.md", "lab/README.md"):
-        table[APT] = "../.ci/run"
+        first, *others = readme.blocks(ROOT / file)
+        table = {command: LAB + "test_readme" for block in others for command in block}
+        table |= dict.fromkeys(first, LAB + "test_from_nothing_to_a_job") | {APT: "../.ci/run"}
     if file.startswith("examples/"):
         local = " ".join(LAUNCHERS[Path(file).parent.name].command(2))
-        table |= dict.fromkeys(readme.until(ROOT / file, local), "conftest.py::reference")
+        table |= dict.fromkeys(readme.until(ROOT / file, local), "../harness/reference.py::reference")
         if not any(command.startswith("sbatch") for command in table):
             table["sbatch run.slurm"] = "slurm/conftest.py::reference_job"
     return table
 
 
+@functools.cache
+def definitions(path: Path) -> dict[str, ast.stmt]:
+    """Return the functions, classes and constants of a module by their names, without docstrings."""
+    found: dict[str, ast.stmt] = {}
+    for node in ast.parse(path.read_text()).body:
+        for part in ast.walk(node):
+            if isinstance(part, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(part):
+                part.body[0] = ast.Pass()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Assign):
+            found |= {part.id: node for target in node.targets for part in ast.walk(target) if hasattr(part, "id")}
+    return found
+
+
+def text_of(path: Path, name: str) -> str:
+    """Return the text of a test and of all that it uses, its fixtures among them."""
+    known: dict[str, ast.stmt] = {}
+    for file in *ROOT.glob("harness/*.py"), ROOT / "tests/conftest.py", path.with_name("conftest.py"), path:
+        known |= definitions(file) if file.exists() else {}
+    names, seen = [name], set()
+    while names:
+        if (name := names.pop()) in known and name not in seen:
+            seen.add(name)
+            for part in ast.walk(known[name]):
+                names += [getattr(part, field) for field in ("id", "attr", "arg") if hasattr(part, field)]
+    return "\n".join(ast.unparse(known[name]) for name in sorted(seen))
+
+
+def missing_words(text: str, file: str, command: str) -> list[str]:
+    """Return which words of a document's command a test's text lacks; none, if it reads the commands there."""
+    parts = Path(file).parts[-1:] if file.startswith("examples/") else Path(file).parts
+    if re.search(r"\breadme\.(until|blocks)\(", text) and all(repr(part) in text for part in parts):
+        return []
+    words: list[str] = []
+    for word in shlex.split(command):
+        variable = re.match(r"([A-Z_]+)=", word)  # its value may be a folder of the reader's
+        words += [variable[1]] if variable else re.sub(r"^[$~].*/", "", word).split("*")
+    return [word for word in words if word not in ("cd", "cat", "&&") and word not in text]
+
+
 @pytest.mark.parametrize("file", [str(path.relative_to(ROOT)) for path in readme.DOCUMENTS])
 def test_every_command(file: str) -> None:
-    """Each command has a test, which exists, or a mark; and what is in the table is in the README."""
+    """Each command has a test that has its words, or a mark; and what is in the table is in the document."""
     commands = {command: comment for block in readme.blocks(ROOT / file) for command, comment in block.items()}
     tests = run_by(file)
     assert set(tests) == {command for command, comment in commands.items() if not NEEDS.search(f"# {comment}")}
     for command, test in tests.items():
         path, _, name = test.partition("::")
-        text = (ROOT / "tests" / path).read_text()
         if name:
-            assert f"def {name}(" in text, command
+            text = text_of((ROOT / "tests" / path).resolve(), name)
+            assert text, f"{command}: no {test}"
+            assert missing_words(text, file, command) == [], f"{command}: {test}"
+            assert "sbatch" not in command or path.startswith(("slurm/", "repo/")), f"{command}: {test} submits nothing"
         elif command == APT:
             assert set(command.split()[4:]) <= set(packages())
         else:
+            text = (ROOT / "tests" / path).read_text()
             assert re.search(re.search("grep -E -- '(.*)' README.md", text)[1], command)
     languages = re.findall(r"^```(.+)$", (ROOT / file).read_text(), re.MULTILINE)
     assert set(languages) <= {"bash", "python", "diff"}, "a fence in another language, whose commands are not looked at"
 
 
-def test_a_command_without_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that the table lacks, and one whose test does not exist, are each noticed."""
-    table = RUN_BY["README.md"]
-    for changed in ({**table, "cd ~/project": "test_commands.py::test_gone"}, {"cd ~/project": table["cd ~/project"]}):
-        monkeypatch.setitem(RUN_BY, "README.md", changed)
+@pytest.mark.parametrize(
+    ("file", "command", "other"),
+    [
+        ("README.md", "cd ~/project", "test_commands.py::test_packages_are_named"),
+        ("docs/environments.md", "python3 -m venv .venv", "test_commands.py::test_copy_one_out"),
+        ("preflight/README.md", "VENV=~/project/.venv sbatch run.slurm --pattern per-process", PREFLIGHT + "healthy"),
+        ("examples/deepspeed/README.md", "sbatch run.slurm --zero-stage 3", "slurm/test_jobs.py::test_time_limit"),
+    ],
+)
+def test_a_command_without_a_test(file: str, command: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that the table lacks, one whose test does not exist, and one with another's test are each noticed."""
+    assert {ROOT / file, *(ROOT / "docs").glob("*.md")} <= set(readme.DOCUMENTS)
+    table = RUN_BY[file]
+    gone = {name: test for name, test in table.items() if name != command}
+    for changed in ({**table, command: "test_commands.py::test_gone"}, gone, {**table, command: other}):
+        monkeypatch.setitem(RUN_BY, file, changed)
         with pytest.raises(AssertionError):
-            test_every_command("README.md")
+            test_every_command(file)
 
 
 @pytest.mark.only("ddp_spawn")
 def test_copy_one_out(example: str, tmp_path: Path) -> None:
-    """The README's block: a folder copied out of a clone of the repository trains."""
+    """The README's block: what its last command needs is in a folder copied out of a clone of the repository.
+
+    That command is the same as in ddp_spawn's README, so that it is the reference run, which trains in such a copy.
+    """
+    *commands, last = readme.until(ROOT / "README.md", "python train.py --processes 2")
+    assert last in readme.until(ROOT / "examples" / example / "README.md", " ".join(LAUNCHERS[example].command(2)))
     clone = tmp_path / "clone"
     copy_example(ROOT / "examples" / example, clone / "examples" / example)
-    run = readme.run_block(readme.until(ROOT / "README.md", "python train.py --processes 2"), clone, HOME=str(tmp_path))
-    assert "finished: test acc" in run.stdout
-    assert outputs.read_metrics(tmp_path / "project" / "output")[-1]["world_size"] == 2
-    assert not (clone / "examples" / example / "output").exists()
+    run = readme.run_block([*commands, f"{last} --help"], clone, HOME=str(tmp_path))
+    assert run.stdout.startswith("usage: train.py") and (tmp_path / "project" / "train.py").exists()

@@ -1,18 +1,23 @@
 """Real input: MNIST and FashionMNIST through torchvision's own files, reader and downloader."""
 
-import functools
 import gzip
 import hashlib
-import http.server
-import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from common import data
-from tests.harness import outputs, refusals, runs, samples
-from tests.harness.launchers import LAUNCHERS
+from harness import outputs, refusals, runs, samples
+from harness.launchers import LAUNCHERS
+
+
+@pytest.fixture
+def data() -> ModuleType:
+    """The module that reads the data sets. It imports PyTorch, which takes seconds, where no other test needs it."""
+    from common import data
+
+    return data
 
 
 @pytest.mark.only("ddp_spawn")
@@ -20,7 +25,7 @@ def test_trains_on_idx_files(example: str, folder: Path) -> None:
     """A few hundred images in torchvision's format are read, learnt and evaluated exactly."""
     samples.write_data(folder / "data", "fashion_mnist")
     command = "python train.py --dataset fashion_mnist --data-dir data --epochs 4 --batch-size 16"
-    run = runs.Run(command.split(), folder).wait(180)
+    run = runs.Run(command.split(), folder).wait()
     assert run.status == 0, run.stderr
     rows = outputs.read_metrics(folder / "output")
     assert rows[-1]["test_accuracy"] > 0.8 and rows[-1]["train_loss"] < 0.5
@@ -32,14 +37,14 @@ def test_truncated_idx_file(example: str, folder: Path) -> None:
     """A truncated file ends the run with the folder and the command that downloads it again."""
     path = samples.write_data(folder / "data", "mnist") / "train-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-100])
-    run = runs.start(example, folder, 2, "--dataset", "mnist").wait(60)
+    run = runs.start(example, folder, 2, "--dataset", "mnist").wait()
     refusals.assert_refused(
         run, LAUNCHERS[example].status_after_bad_input, "data/MNIST/raw", "python -m common.data mnist --data-dir data"
     )
 
 
 @pytest.mark.parametrize("name", samples.CLASSES)
-def test_reads_idx_files(tmp_path: Path, name: str) -> None:
+def test_reads_idx_files(data: ModuleType, tmp_path: Path, name: str) -> None:
     """The bytes of the files are the images and labels of the data set, for mnist and fashion_mnist alike."""
     samples.write_data(tmp_path, name)
     train_set, test_set = data.load(name, str(tmp_path))
@@ -50,7 +55,7 @@ def test_reads_idx_files(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("file", ["train-images", "train-labels", "t10k-images", "t10k-labels"])
 @pytest.mark.parametrize("left", [0, 2, 6, 40])
-def test_damaged_idx_files(tmp_path: Path, file: str, left: int) -> None:
+def test_damaged_idx_files(data: ModuleType, tmp_path: Path, file: str, left: int) -> None:
     """Whichever file is cut off, and wherever, the error says where it is and how to download it again."""
     path = next(samples.write_data(tmp_path, "mnist").glob(f"{file}*"))
     path.write_bytes(path.read_bytes()[:left])
@@ -59,7 +64,7 @@ def test_damaged_idx_files(tmp_path: Path, file: str, left: int) -> None:
 
 
 @pytest.mark.parametrize("file", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
-def test_files_that_do_not_belong_together(tmp_path: Path, file: str) -> None:
+def test_files_that_do_not_belong_together(data: ModuleType, tmp_path: Path, file: str) -> None:
     """As many images as labels, or none is used."""
     raw = samples.write_data(tmp_path, "mnist")
     part, _, rest = file.partition("-")
@@ -72,17 +77,8 @@ def test_files_that_do_not_belong_together(tmp_path: Path, file: str) -> None:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """Serve MNIST's packed files on loopback; yield the address and the folder they lie in."""
-    served = tmp_path / "served"
-    served.mkdir()
-    for file, content in samples.idx_files().items():
-        (served / f"{file}.gz").write_bytes(gzip.compress(content))
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=served)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
-        thread = threading.Thread(target=httpd.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{httpd.server_address[1]}/", served
-        httpd.shutdown()
-        thread.join()
+    with samples.served(tmp_path / "served") as address:
+        yield address, tmp_path / "served"
 
 
 @pytest.fixture
@@ -99,7 +95,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: tuple[str, 
     return tmp_path
 
 
-def test_download(command: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_download(data: ModuleType, command: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The download command fetches files that can be read; a second time it finds them and leaves them."""
     for _ in range(2):
         data.main()
@@ -112,7 +108,7 @@ def test_download(command: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("fault", ["another content", "gone"])
 def test_download_refused(
-    command: Path, server: tuple[str, Path], fault: str, capsys: pytest.CaptureFixture[str]
+    data: ModuleType, command: Path, server: tuple[str, Path], fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After a wrong checksum or a missing file the command fails in one line and leaves nothing half-written."""
     file = server[1] / "t10k-labels-idx1-ubyte.gz"
@@ -128,7 +124,7 @@ def test_download_refused(
     assert list((command / "data").iterdir()) == []
 
 
-def test_download_beside_damaged_files(command: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_download_beside_damaged_files(data: ModuleType, command: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Files that are there already are never overwritten: if they are damaged, the command says what to remove."""
     raw = samples.write_data(command / "data", "mnist")
     (raw / "train-labels-idx1-ubyte").write_bytes(b"")

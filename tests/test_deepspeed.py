@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import edits, outputs, refusals, runs
-from tests.harness.launchers import LAUNCHERS, ROOT
-from tests.harness.processes import wait_until
-from tests.harness.runs import Reference
+from harness import edits, outputs, readme, refusals, runs
+from harness.launchers import LAUNCHERS, ROOT
+from harness.processes import wait_until
+from harness.runs import Reference
 
 pytestmark = pytest.mark.only("deepspeed")
 
 
 def note_memory(folder: Path) -> None:
     """Make a copy of the example write down, before each step, how many MB each process holds."""
-    shutil.copy(ROOT / "benchmarks" / "zero_memory.py", folder)
+    shutil.copy(ROOT / "studies" / "zero_memory.py", folder)
     line = "        engine.step()"
     note = "        __import__('zero_memory').note(engine)\n"
     edits.edit(folder / "train.py", line, note + line)
@@ -43,17 +43,12 @@ def bare(tmp_path: Path) -> dict[str, str]:
     return {"PATH": str(programs), "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
 
 
-def test_same_bits_as_ddp_spawn(example: str, tmp_path: Path, reference: Reference) -> None:
-    """Stage 0, 2 processes, fp32: DistributedDataParallel ends with the same bits and metrics."""
-    outputs.assert_same_run(reference.output, runs.train_ddp_spawn(tmp_path))
-
-
 def test_stage_1_and_its_own_launcher(example: str, folder: Path, reference: Reference) -> None:
     """The README's `deepspeed` command, at stage 1: the bits of stage 0, half of Adam's state on each process."""
     note_memory(folder)
-    line = next(line for line in (folder / "README.md").read_text().splitlines() if line.startswith("deepspeed "))
-    command = line.partition("#")[0].replace("output/own", "output").split()
-    run = runs.Run([*command, "--zero-stage", "1"], folder).wait(180)
+    commands = [command for block in readme.blocks(folder / "README.md") for command in block]
+    (own,) = (command for command in commands if command.startswith("deepspeed "))
+    run = runs.Run([*own.replace("output/own", "output").split(), "--zero-stage", "1"], folder).wait()
     assert run.status == 0, run.stdout + run.stderr
     outputs.assert_same_run(folder / "output", reference.output)
     held = memory(folder)
@@ -72,7 +67,7 @@ def test_stage_3_without_a_compiler(example: str, folder: Path, reference: Refer
     assert not list(Path(bare["TORCH_EXTENSIONS_DIR"]).glob("**/*.so"))
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 @pytest.mark.parametrize("repeat", range(5))
 def test_stage_2_killed_ten_times(example: str, folder: Path, reference: Reference, repeat: int) -> None:
     """Five runs at stage 2, each killed at two random moments and resumed: the bits of an undisturbed stage 0."""
@@ -85,23 +80,23 @@ def test_killed_while_saving(example: str, folder: Path, reference: Reference) -
     With one bit of a shard of epoch 1 flipped, it is refused, and the file is left as it is.
     """
     script, code = folder / "train.py", (folder / "train.py").read_text()
-    line = "        engine.save_checkpoint(path, tag)  # deepspeed: all processes must call it\n"
-    planted = "        if rank == 1 and tag == 'epoch2':\n"
-    planted += "            os.truncate(next((path / tag).glob('zero_pp_rank_1_*')), 1000)\n"
+    line = "        engine.save_checkpoint(folder.parent, folder.name)  # deepspeed: each process writes its shards\n"
+    planted = "        if dist.get_rank() == 1 and folder.name == 'epoch2-step0':\n"
+    planted += "            os.truncate(next(folder.glob('zero_pp_rank_1_*')), 1000)\n"
     planted += f"            os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
     edits.edit(script, line, line + planted)
-    run = runs.start(example, folder, 2, "--zero-stage", 2).wait(120)
+    run = runs.start(example, folder, 2, "--zero-stage", 2).wait()
     script.write_text(code)
     checkpoint = folder / "output" / "checkpoint"
-    assert run.status != 0 and (checkpoint / "epoch2").exists()
-    assert json.loads((checkpoint / "run.json").read_text())["tag"] == "epoch1"
+    assert run.status != 0 and (checkpoint / "epoch2-step0").exists()
+    assert json.loads((checkpoint / "run.json").read_text())["tag"] == "epoch1-step0"
 
-    shard = checkpoint / "epoch1" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shard = checkpoint / "epoch1-step0" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     content = shard.read_bytes()
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 1
     shard.write_bytes(flipped)
-    refused = runs.start(example, folder, 2, "--zero-stage", 2, "--resume").wait(120)
+    refused = runs.start(example, folder, 2, "--zero-stage", 2, "--resume").wait()
     refusals.assert_refused(refused, 1, "output/checkpoint", "damaged", shard.name, "move it away")
     assert shard.read_bytes() == flipped
     shard.write_bytes(content)
@@ -109,18 +104,13 @@ def test_killed_while_saving(example: str, folder: Path, reference: Reference) -
     resumed = runs.train(example, folder, 2, "--zero-stage", 2, "--resume")
     assert "continuing after epoch 1 of 5" in resumed.stdout
     outputs.assert_same_run(folder / "output", reference.output)
-    assert sorted(path.name for path in checkpoint.glob("epoch*")) == ["epoch5"]
+    assert sorted(path.name for path in checkpoint.glob("epoch*")) == ["epoch5-step0"]
 
 
 FILES = {  # name: content, and what the line must say
     "none.json": (None, ["none.json", "No such file"]),
     "comma.json": ('{"zero_optimization": {"stage": 1},}', ["comma.json", "not valid JSON", "line 1"]),
-    "twice.json": ('{"fp16": {}, "fp16": {}}', ["twice.json", "fp16"]),
     "list.json": ("[]", ["list.json", "must be an object"]),
-    "unknown.json": (
-        {"zero_optimisation": {"stage": 2}},
-        ["unknown.json", "zero_optimisation", "did you mean zero_optimization"],
-    ),
     "nested.json": ({"zero_optimization": {"stagee": 2}}, ["nested.json", "stagee"]),
     "stage.json": ({"zero_optimization": {"stage": 4}}, ["stage.json", "stage"]),
     "removed.json": ({"amp": {"enabled": True}}, ["removed.json", "AMP", "removed"]),
@@ -141,31 +131,30 @@ def test_bad_settings(example: str, folder: Path) -> None:
         "def fail(message):\n"
         "    print(message)\n"
         "    raise SystemExit\n"
-        "train.fail = fail\n"
+        "train.plumbing.fail = fail\n"
         "train.setup(train.parse_args())\n"
         f"for name in {[*FILES, 'ds_config.json']}:\n"
         "    sys.argv = ['train.py', '--deepspeed_config', name]\n"
         "    try:\n"
-        "        args = train.parse_args()\n"
-        "        train.create_engine(args, train.read_config(args))\n"
+        "        train.create_engine(train.parse_args())\n"
         "        print(name, 'is good')\n"
         "    except SystemExit:\n"
         "        pass\n"
     )
-    run = runs.Run(["torchrun", "--standalone", "--nproc-per-node=1", "each.py"], folder).wait(120)
+    run = runs.Run(["torchrun", "--standalone", "--nproc-per-node=1", "each.py"], folder).wait()
     expected = [texts for _, texts in FILES.values()] + [["ds_config.json is good"]]
     lines = [line for line in run.stdout.splitlines() if ".json" in line and not line.startswith("[")]
     for line, texts in zip(lines, expected, strict=True):
         assert all(text in line for text in texts), (line, texts)
     assert run.status == 0 and "Traceback" not in run.stderr, run.stderr
 
-    run = runs.start(example, folder, 2, "--deepspeed_config", "unknown.json").wait(120)
-    refusals.assert_refused(run, 1, "unknown.json", "zero_optimisation")
+    run = runs.start(example, folder, 2, "--deepspeed_config", "nested.json").wait()
+    refusals.assert_refused(run, 1, "nested.json", "stagee")
 
 
 def test_without_a_launcher(example: str, folder: Path) -> None:
     """Started as a plain script, it names the command, and looks for no MPI; fp64 and no such stage are refused."""
-    run = runs.Run(["python", "train.py"], folder).wait(120)
+    run = runs.Run(["python", "train.py"], folder).wait()
     refusals.assert_refused(run, 2, "torchrun --standalone --nproc-per-node=2 train.py")
     assert "mpi" not in run.stderr.lower() + run.stdout.lower()
     texts = {"--precision fp64": ["--precision", "'fp64'", "bf16"], "--zero-stage 4": ["--zero-stage"]}
@@ -194,7 +183,7 @@ def test_bf16_with_accumulation(example: str, folder: Path) -> None:
     assert sum(weight.numel() for weight in weights.values()) == 1_199_882
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_learning_rate_at_each_stage(example: str, folder: Path) -> None:
     """At each stage the optimizer has the scaled rate of the warm-up, and takes the same steps, of two batches each."""
     edits.note_rates(folder, LAUNCHERS[example])
@@ -209,7 +198,7 @@ def test_learning_rate_at_each_stage(example: str, folder: Path) -> None:
         assert outputs.largest_difference(weights, first) < 1e-5  # stage 2 adds up the two batches in another way
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 @pytest.mark.skipif(not (shutil.which("c++") and shutil.which("ninja")), reason="needs a C++ compiler and ninja")
 def test_offload(example: str, folder: Path) -> None:
     """Adam's state kept by DeepSpeedCPUAdam, which is compiled: it learns the digits."""
@@ -221,17 +210,17 @@ def test_offload(example: str, folder: Path) -> None:
 
 def test_offload_without_a_compiler(example: str, folder: Path, bare: dict[str, str]) -> None:
     """Where the op cannot be compiled, one line says what to install or to build before."""
-    run = runs.start(example, folder, 2, "--deepspeed_config", "ds_config_offload.json", **bare).wait(120)
+    run = runs.start(example, folder, 2, "--deepspeed_config", "ds_config_offload.json", **bare).wait()
     refusals.assert_refused(
         run, 1, "ds_config_offload.json", "cpu_adam", "install ninja and g++", "DS_BUILD_CPU_ADAM=1"
     )
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_torchrun_killed(example: str, folder: Path) -> None:
     """SIGKILL to torchrun alone: its processes end with it."""
     run = runs.start(example, folder, 2, "--epochs", 1000)
-    run.read_until("epoch  1/")
+    run.read_epoch(1)
     os.kill(run.process.pid, signal.SIGKILL)
-    wait_until(lambda: not run.pids(), 10, "the end of the processes that have lost torchrun")
-    run.wait(10)
+    wait_until(lambda: not run.pids(), 60, "the end of the processes that have lost torchrun")
+    run.wait()

@@ -1,6 +1,6 @@
 """What only horovod_cpu promises: the same bits as ddp_spawn, its own arguments, train_lm.py, install.sh."""
 
-import csv
+import math
 import os
 import re
 import shutil
@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.harness import edits, outputs, runs
-from tests.harness.launchers import LAUNCHERS, MPI_AS_ROOT
-from tests.harness.processes import wait_until
-from tests.harness.runs import Reference
+from harness import edits, outputs, runs
+from harness.launchers import LAUNCHERS, MPI_AS_ROOT
+from harness.processes import wait_until
+from harness.runs import Reference
 
 pytestmark = pytest.mark.only("horovod_cpu")
-HOROVOD = ("horovod_cpu", "horovod_lightning", "horovod_tensorflow")  # what install.sh promises in all of them
 
 DEVANAGARI = "धर्मक्षेत्रे कुरुक्षेत्रे समवेता युयुत्सवः।\nमामकाः पाण्डवाश्चैव किमकुर्वत सञ्जय॥\n"
 
@@ -29,38 +28,16 @@ def lm(folder: Path, processes: int, arguments: str, **environment: str) -> runs
     return runs.Run(command.split(), folder, environment)
 
 
-def lm_rows(output: Path) -> list[dict[str, float]]:
-    """Return the rows of train_lm.py's metrics.csv without what a clock has filled."""
-    with open(output / "metrics.csv", newline="") as file:
-        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-    return [{name: row[name] for name in ("epoch", "train_loss", "test_loss", "world_size")} for row in rows]
-
-
-def test_same_bits_as_ddp_spawn(example: str, tmp_path: Path, reference: Reference) -> None:
-    """The same seed and data, 2 processes, fp32: DistributedDataParallel ends with the same bits and metrics."""
-    outputs.assert_same_run(reference.output, runs.train_ddp_spawn(tmp_path))
-
-
 def test_without_a_launcher(example: str, folder: Path) -> None:
     """`python train.py` trains as one process on all cores, over Gloo and no network."""
-    run = runs.Run(["python", "train.py", "--epochs", "1"], folder).wait(120)
+    run = runs.Run(["python", "train.py", "--epochs", "1"], folder).wait()
     assert run.status == 0, run.stderr
     threads = len(os.sched_getaffinity(0))
     assert f"1 processes on 1 node, gloo on cpu, {threads} thread" in run.stdout
     assert outputs.read_metrics(folder / "output")[0]["world_size"] == 1
 
 
-@pytest.mark.only(*HOROVOD)
-def test_srun_without_pmi(example: str, folder: Path) -> None:
-    """A task of a larger srun that no MPI has been told of would train alone: refused."""
-    for script in sorted(path.name for path in folder.glob("train*.py")):
-        run = runs.Run(["python", script], folder, {"SLURM_STEP_NUM_TASKS": "4"}).wait(120)
-        errors = run.stderr.splitlines()
-        assert run.status == 2 and len(errors) == 1, run.stderr
-        assert errors[0].startswith(f"{script}: error: ") and "--mpi=pmix" in errors[0] and "4 tasks" in errors[0]
-
-
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 @pytest.mark.parametrize(("processes", "batch_size", "batches"), [(3, 50, 1), (2, 7, 3)])
 def test_sizes_that_do_not_divide(example: str, folder: Path, processes: int, batch_size: int, batches: int) -> None:
     """All ranks take the same number of steps, and no rank waits for another at the end of an epoch."""
@@ -81,13 +58,13 @@ def test_gradient_accumulation(example: str, folder: Path) -> None:
     assert outputs.largest_difference(outputs.read_model(folder / "one"), outputs.read_model(folder / "two")) < 1e-9
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_fp16_allreduce(example: str, folder: Path, reference: Reference) -> None:
     """Gradients sent as 16-bit numbers train as well; the weights stay fp32, and a resume needs the same flag."""
     runs.train(example, folder, 2, "--fp16-allreduce")
     assert outputs.read_metrics(folder / "output")[-1]["test_accuracy"] > 0.95
     assert outputs.largest_difference(outputs.read_model(folder / "output"), outputs.read_model(reference.output)) > 0
-    run = runs.start(example, folder, 2, "--resume").wait(120)
+    run = runs.start(example, folder, 2, "--resume").wait()
     assert run.status != 0 and "fp16_allreduce True" in run.stderr
 
 
@@ -96,49 +73,48 @@ def test_lm_learning_rate(example: str, folder: Path) -> None:
     edits.note_rates(folder, LAUNCHERS[example])
     (folder / "text").write_text("abc " * 500)
     arguments = "--text-file text --context 16 --batch-size 4 --gradient-accumulation-steps 2 --epochs 2 --lr 0.001"
-    run = lm(folder, 2, f"{arguments} --scale-lr linear --warmup-steps 9").wait(180)
+    run = lm(folder, 2, f"{arguments} --scale-lr linear --warmup-steps 9").wait()
     assert run.status == 0, run.stderr
     rates = edits.noted_rates(folder)
     assert len(rates) == 2 * 7  # 112 windows of 16 tokens, 2 processes, 8 samples a step
     assert rates == [0.002 * min(1, (step + 1) / 10) for step in range(14)]
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_threads(example: str, folder: Path) -> None:
     """The processes share the cores of the machine; the user's OMP_NUM_THREADS is kept."""
     cores = len(os.sched_getaffinity(0))
     for variables, threads in (({}, max(1, cores // 2)), ({"OMP_NUM_THREADS": "3"}, 3)):
         run = runs.start(example, folder, 2, "--output-dir", f"output/{threads}", **variables)
         assert f" {threads} thread" in run.read_until("ConvNet on digits")
-        run.kill()
+        run.end()
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_lm_reaches_the_floor(example: str, folder: Path) -> None:
     """The default run ends within 5 % of the source's entropy, in under two minutes on two cores."""
-    run = lm(folder, 2, "").wait(300)
+    run = lm(folder, 2, "").wait()
     assert run.status == 0, run.stderr
-    last = re.findall(r"test loss ([\d.]+) \(floor ([\d.]+)\) \| perplexity ([\d.]+) per byte", run.stdout)[-1]
-    loss, floor, perplexity = map(float, last)
+    output = folder / "output" / "lm"
+    loss, floor = outputs.read_metrics(output)[-1]["test_loss"], outputs.read_run(output)["settings"]["entropy"]
     assert 0.99 * floor < loss < 1.05 * floor
-    assert perplexity == pytest.approx(2.718281828**loss, abs=0.01)
-    assert re.search(r"\| +\d+ tokens/s \|", run.stdout) and "sample: " in run.stdout
+    line = f"test loss {loss:.4f} (floor {floor:.4f}) | perplexity {math.exp(loss):.2f} per byte"
+    assert re.search(re.escape(line) + r" \| +\d+ tokens/s \|", run.stdout) and "sample: " in run.stdout
 
 
 def test_lm_on_devanagari(example: str, folder: Path) -> None:
     """A text of three bytes a letter: it trains, is killed, resumes to the same bits, and prints a line."""
     (folder / "gita.txt").write_text(DEVANAGARI * 100, encoding="utf-8")
     arguments = "--text-file gita.txt --context 32 --epochs 3 --output-dir"
-    whole = lm(folder, 2, f"{arguments} whole").wait(180)
+    whole = lm(folder, 2, f"{arguments} whole").wait()
     assert whole.status == 0, whole.stderr
     run = lm(folder, 2, f"{arguments} resumed")
-    run.read_until("epoch  1/")
+    run.read_epoch(1)
     run.kill()
-    run.wait(30)
-    resumed = lm(folder, 2, f"{arguments} resumed --resume").wait(180)
+    run.wait()
+    resumed = lm(folder, 2, f"{arguments} resumed --resume").wait()
     assert resumed.status == 0 and "continuing after epoch" in resumed.stdout, resumed.stderr
-    assert lm_rows(folder / "resumed") == lm_rows(folder / "whole")
-    assert outputs.largest_difference(outputs.read_model(folder / "resumed"), outputs.read_model(folder / "whole")) == 0
+    outputs.assert_same_run(folder / "resumed", folder / "whole")
     samples = [re.search("^sample: (.+)$", run.stdout, re.MULTILINE) for run in (whole, resumed)]
     assert all(samples) and samples[0][1] == samples[1][1]
     assert re.search("[\u0900-\u097f]", samples[0][1]), samples[0][1]
@@ -167,7 +143,7 @@ def test_lm_bad_input(example: str, folder: Path) -> None:
         "        train_lm.main(train_lm.parse_args())\n"
         "        os._exit(0)\n"
     )
-    run = runs.Run(["python", "-u", "each.py"], folder).wait(120)
+    run = runs.Run(["python", "-u", "each.py"], folder).wait()
     assert run.stdout == "status 2\n" * len(BAD) and "Traceback" not in run.stderr, run.stdout + run.stderr
     lines = [line for line in run.stderr.splitlines() if line.startswith("train_lm.py: error: ")]
     for line, texts in zip(lines, BAD.values(), strict=True):
@@ -209,7 +185,7 @@ def test_install_errors(example: str, folder: Path, tmp_path: Path, missing: str
     nowhere |= {"PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
     variables = {"PATH": str(programs), "PYTHONPATH": str(programs)} | nowhere
     variables |= {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    run = runs.Run(["bash", "install.sh"], folder, variables).wait(120)
+    run = runs.Run(["bash", "install.sh"], folder, variables).wait()
     errors = [line for line in run.stderr.splitlines() if line.startswith("install.sh: error: ")]
     assert run.status == 1 and len(errors) == 1, run.stderr
     assert all(text in errors[0] for text in texts), errors
@@ -227,10 +203,10 @@ def test_install_changes_what_is_there(example: str, source: Path, tmp_path: Pat
     change = shell_function(source / "install.sh", "fail", "change") + "set -eu; version=1; change 'a const b;' 'a b;' "
     for name, text in (("one.h", "a const b;\nrest\n"), ("none.h", "a b;\nrest\n"), ("two.h", "a const b;\n" * 2)):
         (tmp_path / name).write_text(text)
-    done = subprocess.run(["bash", "-c", change + "one.h"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(["bash", "-c", change + "one.h"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and (tmp_path / "one.h").read_text() == "a b;\nrest\n", done.stderr
     for name in ("none.h", "two.h"):
-        done = subprocess.run(["bash", "-c", change + name], cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(["bash", "-c", change + name], cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode == 1 and done.stderr.startswith(f"install.sh: error: {name} of Horovod"), done.stderr
         assert done.stderr.count("\n") == 1 and "a const b;" in done.stderr
 
@@ -243,7 +219,7 @@ def test_install_takes_uv_from_the_environment(example: str, source: Path, tmp_p
     (tmp_path / "python").chmod(0o755)
     script = f'set -eu\npython={tmp_path}/python\n{choice}\necho "${{install[@]}}"'
     bash = shutil.which("bash")
-    done = subprocess.run([bash, "-c", script], capture_output=True, text=True, env={"PATH": "/nowhere"})
+    done = subprocess.run([bash, "-c", script], capture_output=True, text=True, timeout=60, env={"PATH": "/nowhere"})
     python = tmp_path / "python"
     assert done.stdout == f"{python} -m uv pip install --quiet --python {python}\n", done.stderr
 
@@ -264,19 +240,6 @@ def test_conda_environment(example: str, source: Path) -> None:
     assert pip == {"pip": ["-r requirements.txt"]} and (source / "requirements.txt").exists()
 
 
-@pytest.mark.pattern
-@pytest.mark.only(*HOROVOD)
-def test_second_install(example: str, reference: Reference) -> None:
-    """In another environment the wheel in the cache is used again: no second build, and what is installed works.
-
-    That environment is the one that the reference run has made, as the README says.
-    """
-    folder = reference.output.parent
-    log = folder.with_name(f"{folder.name}-setup.log").read_text()
-    assert "building" not in log and "have added up" in log
-    assert list(folder.glob(".venv/lib/python3*/site-packages/horovod"))
-
-
 def test_launcher_killed(example: str, folder: Path) -> None:
     """SIGTERM to horovodrun alone: no worker outlives it, and nothing says that the run has finished.
 
@@ -284,14 +247,14 @@ def test_launcher_killed(example: str, folder: Path) -> None:
     comes second no longer learns how it ended.
     """
     run = runs.start(example, folder, 2, "--epochs", 1000)
-    run.read_until("epoch  1/")
+    run.read_epoch(1)
     os.kill(run.process.pid, signal.SIGTERM)
     wait_until(lambda: not run.workers(), 60, "the end of the processes that have lost horovodrun")
-    run.wait(30)
+    run.wait(leaves=60)
     assert "finished" not in run.stdout
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_mpirun_with_four_processes(example: str, folder: Path) -> None:
     """The README's command for MPI and the language model: NP processes of OMP_NUM_THREADS threads."""
     variables = MPI_AS_ROOT | {"NP": "4", "OMP_NUM_THREADS": "2"}

@@ -1,12 +1,7 @@
 """What only horovod_tensorflow promises: its data, its order of samples, bf16, and what model.fit does."""
 
-import functools
-import gzip
 import hashlib
-import http.server
-import importlib.util
 import re
-import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -15,8 +10,8 @@ import pytest
 import torch
 
 from common import data
-from tests.harness import edits, outputs, readme, runs, samples
-from tests.harness.runs import Reference
+from harness import edits, outputs, runs, samples
+from harness.runs import Reference
 
 pytestmark = pytest.mark.only("horovod_tensorflow")
 
@@ -24,10 +19,7 @@ pytestmark = pytest.mark.only("horovod_tensorflow")
 @pytest.fixture
 def numpy_data(source: Path) -> ModuleType:
     """The example's module that reads the data."""
-    spec = importlib.util.spec_from_file_location("numpy_data", source / "numpy_data.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return outputs.import_file(source / "numpy_data.py")
 
 
 def test_two_processes_as_one(example: str, folder: Path) -> None:
@@ -42,7 +34,7 @@ def test_two_processes_as_one(example: str, folder: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-@pytest.mark.faults  # on a processor without AVX512-BF16 it takes minutes
+@pytest.mark.runs("weekly")  # on a processor without AVX512-BF16 it takes minutes
 def test_bf16_and_order(example: str, folder: Path, reference: Reference) -> None:
     """bf16 ends within one point of fp32's accuracy, with other weights, which it leaves in fp32.
 
@@ -114,18 +106,11 @@ def test_download(
 
     After a wrong checksum it fails in one line and leaves nothing. The files come from a server on loopback.
     """
-    served = tmp_path / "served"
-    served.mkdir()
-    for file, content in samples.idx_files().items():
-        (served / f"{file}.gz").write_bytes(gzip.compress(content))
-    sums = [hashlib.md5((served / f"{file}.gz").read_bytes()).hexdigest() for file in numpy_data.FILES]
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=served)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["numpy_data.py", "mnist", "--data-dir", "data"])
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
-        thread = threading.Thread(target=httpd.serve_forever)
-        thread.start()
-        address = f"http://127.0.0.1:{httpd.server_address[1]}/"
+    with samples.served(tmp_path / "served") as address:
+        packed = [tmp_path / "served" / f"{file}.gz" for file in numpy_data.FILES]
+        sums = [hashlib.md5(path.read_bytes()).hexdigest() for path in packed]
         monkeypatch.setitem(numpy_data.DOWNLOADS, "mnist", ("MNIST", address, " ".join([*sums[:3], "0" * 32])))
         with pytest.raises(SystemExit):
             numpy_data.main()
@@ -134,39 +119,41 @@ def test_download(
         for _ in range(2):
             numpy_data.main()
             assert "mnist is in data/MNIST" in capsys.readouterr().out
-        httpd.shutdown()
-        thread.join()
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["MNIST"]
     assert len(numpy_data.load("mnist", "data")[0]) == samples.SIZES["train"]
 
 
+FIT = "horovodrun --gloo -np 2 python fit.py"
 DIFFERENCE = """
+import tensorflow as tf
+
 kernel = model.trainable_variables[0]
 kernels = hvd.allgather(tf.reshape(getattr(kernel, "value", kernel) if keras.__name__ == "keras" else kernel, (1, -1)))
 print("difference", np.abs(kernels[0] - kernels[1]).max() > 0)
 """
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_model_fit(example: str, folder: Path, tmp_path: Path) -> None:
-    """The README's fit.py, with tf-keras, learns, and both processes have the same weights at the end.
+    """fit.py, with tf-keras, learns, and both processes have the same weights at the end.
 
     With Keras 3 each has its own, as the README warns: the day that this changes, the README has to.
     """
     packages = tmp_path / "packages"
     install = ["python", "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages, "tf-keras==2.21.0"]
     assert " ".join(install[3:4] + install[-1:]) in (folder / "README.md").read_text()
-    done = runs.Run([str(word) for word in install], folder).wait(300)
+    done = runs.Run([str(word) for word in install], folder).wait()
     assert done.status == 0, done.stderr
-    (text,) = [text for text in readme.fences(folder / "README.md", "python") if text.startswith("# fit.py")]
+    text = (folder / "fit.py").read_text()
+    assert f"`{FIT}`" in (folder / "README.md").read_text() and FIT in text
     (folder / "fit.py").write_text(text + DIFFERENCE)
     three = text.replace('os.environ["TF_USE_LEGACY_KERAS"] = "1"', 'os.environ["KERAS_BACKEND"] = "tensorflow"')
     three = three.replace("import tf_keras as keras", "import keras").replace("callbacks = [", "callbacks = []\n[")
     three = three.replace("hvd.init()", "hvd.init()\nkeras.utils.set_random_seed(0)")
     (folder / "fit3.py").write_text(re.sub(r"^\[hvd.*\n", "", three, flags=re.MULTILINE) + DIFFERENCE)
     for script, difference in (("fit.py", "False"), ("fit3.py", "True")):
-        command = f"horovodrun --gloo -np 2 python {script}".split()
-        run = runs.Run(command, folder, {"PYTHONPATH": str(packages)}).wait(300)
+        command = FIT.replace("fit.py", script).split()
+        run = runs.Run(command, folder, {"PYTHONPATH": str(packages)}).wait()
         assert run.status == 0, run.stderr
         accuracies = re.findall(r"test acc ([\d.]+)%", run.stdout)
         assert len(accuracies) == 2 and len(set(accuracies)) == 1 and float(accuracies[0]) > 85

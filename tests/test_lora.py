@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,10 @@ import torch
 from torch.nn import functional as F
 
 from common import data
-from tests.harness import edits, outputs, refusals, runs
-from tests.harness.launchers import copy_example
-from tests.harness.readme import fences
-from tests.harness.runs import Reference
+from harness import edits, outputs, refusals, runs
+from harness.launchers import copy_example
+from harness.readme import fences
+from harness.runs import Reference
 
 pytestmark = pytest.mark.only("lora")
 
@@ -31,6 +32,9 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr("sys.argv", ["train.py"])
+    monkeypatch.syspath_prepend(folder)
+    for name in ("plumbing", "model_files"):  # those of another test's folder
+        monkeypatch.delitem(sys.modules, name, raising=False)
     return outputs.import_file(folder / "train.py")
 
 
@@ -115,7 +119,7 @@ DROPOUT = ["--text-file", "hindi.txt", "--context", "16", "--lora-dropout", "0.2
 def count_bytes(folder: Path) -> None:
     """Have both processes note how many bytes DDP exchanges, in the file `exchanged`."""
     (folder / "counting.py").write_text(COUNTING)
-    line = "    print_header(args, device, checkpoint, model)\n"
+    line = "    # Train.\n"
     edits.edit(
         folder / "train.py", line, f"    ddp_model.register_comm_hook(None, __import__('counting').hook)\n{line}"
     )
@@ -145,20 +149,20 @@ def with_dropout(example: str, source: Path, session_folder: Path) -> Reference:
     return runs.references(session_folder / "lora-with-dropout", make)[0]
 
 
-@pytest.mark.faults  # in its plain form, test_killed_twice does so
+@pytest.mark.runs("weekly")  # torchrun_multinode has ordinary tests of the same functions
 def test_stopped_and_resumed(example: str, folder: Path, with_dropout: Reference) -> None:
-    """A signal in mid-epoch stops all processes after the same step; resumed, with dropout: the same bits.
+    """Asked to stop in mid-epoch, all processes stop after the same step; resumed, with dropout: the same bits.
 
     The text is in Devanagari. The resumed run computes its activations twice, and also saves the merged model, which
     computes the same without peft, but for rounding.
     """
     write_hindi(folder)
     run = runs.start(example, folder, 2, *DROPOUT)
-    run.read_until("epoch  1/")
-    step, epoch = runs.ask_to_stop(example, run)
+    run.read_epoch(1)
+    step = runs.ask_to_stop(example, run)
     assert not (folder / "output" / "adapter").exists()
     last = runs.train(example, folder, 2, *DROPOUT, "--resume", "--merge", "--gradient-checkpointing")
-    assert f"continuing after epoch {epoch - 1} of 3, step {step}" in last.stdout
+    runs.assert_continued(folder / "output", step)
     assert "LlamaForCausalLM in model on hindi.txt: " in last.stdout
     outputs.assert_same_run(folder / "output", with_dropout.output)
     rows = outputs.read_metrics(folder / "output")
@@ -229,7 +233,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], dict[str, object], list[str]]]
     "no text": (lambda folder: (folder / "text.txt").unlink(), {}, ["--text-file", "No such file"]),
     "empty text": (lambda folder: (folder / "text.txt").write_text(""), {}, ["--text-file", "has 0 tokens"]),
     "not UTF-8": (lambda folder: (folder / "text.txt").write_bytes(b"caf\xe9 " * 999), {}, ["is not UTF-8", "iconv"]),
-    "too short": (lambda folder: None, {"batch_size": 100}, ["--text-file", "less than --batch-size", "100"]),
+    "too short": (lambda folder: (folder / "text.txt").write_text("river " * 9), {}, ["--text-file", "more than 64"]),
+    "too few samples": (lambda folder: None, {"batch_size": 100}, ["--batch-size 100 is above", "of each process"]),
     "too long a context": (lambda folder: None, {"context": 300, "batch_size": 1}, ["--context 300", "the 256 tokens"]),
     "unknown layers": (lambda folder: None, {"target_modules": "q_proj,query"}, ["--target-modules query", "v_proj"]),
     "another tokenizer": (
@@ -249,33 +254,35 @@ def test_bad_input(
     change(folder)
     args = arguments(folder, **changed)
     with pytest.raises(SystemExit, match="2"):
-        train.load_data(args)
-        train.add_adapters(args, train.load_model(args))
+        _, train_set, _ = train.load_data(args)
+        train.plumbing.count_steps(args, len(train_set) // args.world_size)
+        train.load_model(args)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert line.startswith("train.py: error: ") and all(text in line for text in texts), line
 
 
-@pytest.mark.faults  # test_bad_checkpoint shows that a process which refuses something ends the run
-def test_no_model(example: str, folder: Path) -> None:
-    """On two processes, too, a missing model is one line, and the run ends."""
+@pytest.mark.runs("weekly")  # test_bad_checkpoint shows that a process which refuses something ends the run
+def test_two_processes_refuse(example: str, folder: Path) -> None:
+    """On two processes, too, too few samples, or a missing model, is one line, and the run ends."""
+    run = runs.start(example, folder, 2, "--gradient-accumulation-steps", 100).wait(120)
+    refusals.assert_refused(run, 1, "--batch-size 4 times 100 (gradient accumulation) is above")
     shutil.rmtree(folder / "model")
-    run = runs.start(example, folder, 2).wait(120)
+    run = runs.start(example, folder, 2).wait()
     refusals.assert_refused(run, 1, "--model-dir model", "python make_model.py")
 
 
 def test_another_base_model(example: str, folder: Path, train: ModuleType, reference: Reference) -> None:
     """A checkpoint of adapters is refused with a base model in which one bit differs, or another text or rank."""
     shutil.copytree(reference.output, folder / "output")
-    args = arguments(folder, max_grad_norm=None)
+    args = arguments(folder)
     train.load_data(args)
-    model = train.load_model(args)
-    checkpoint, error = train.read_checkpoint(args)
-    assert checkpoint and not error
+    model = train.model_files.load_model(args, torch.float32)
+    assert isinstance(train.plumbing.read_checkpoint(args), dict)
     with torch.no_grad():
         model.model.norm.weight[0] *= 1 + 2**-20
-    for name, value in (("base", train.fingerprint(model)), ("text", 1), ("lora_rank", 8)):
-        checkpoint, error = train.read_checkpoint(Namespace(**vars(args) | {name: value}))
-        assert not checkpoint and f"is from a run with {name} {vars(args)[name]}: use the same settings" in error
+    for name, value in (("base", train.model_files.checksum(model.parameters())), ("text", "1"), ("lora_rank", 8)):
+        error = train.plumbing.read_checkpoint(Namespace(**vars(args) | {name: value}))
+        assert f"is from a run with {name} {vars(args)[name]}: use the same settings" in error
 
 
 def test_bad_arguments(example: str, folder: Path) -> None:
@@ -286,10 +293,10 @@ def test_bad_arguments(example: str, folder: Path) -> None:
         "--lora-alpha 0": ["--lora-alpha", "above 0"],
         "--lora-dropout 1": ["--lora-dropout", "from 0 to below 1"],
         "--context 0": ["--context", "1 or more"],
-        "--max-grad-norm 0": ["--max-grad-norm", "above 0"],
+        "--max-grad-norm -1": ["--max-grad-norm", "0 or more"],
     }
     refusals.assert_arguments_refused(folder, texts)
-    run = runs.Run(["python", "-c", "import sys; sys.modules['peft'] = None; import train"], folder).wait(60)
+    run = runs.Run(["python", "-c", "import sys; sys.modules['peft'] = None; import train"], folder).wait()
     assert run.status == 2 and "Traceback" not in run.stderr
     assert run.stderr.startswith("train.py: error: ") and "pip install -r requirements.txt" in run.stderr
 
@@ -297,7 +304,7 @@ def test_bad_arguments(example: str, folder: Path) -> None:
 def test_half_a_folder(example: str, folder: Path, train: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder that could not be written completely does not take the place of a good one; a complete one does."""
 
-    def write(text: str, error: type[Exception] | None) -> Callable[[Path], None]:
+    def part(text: str, error: type[Exception] | None) -> Namespace:
         def save(path: Path) -> None:
             (path / "templates").mkdir(parents=True)  # as of a tokenizer with several
             (path / "weights").write_text(text)
@@ -305,15 +312,15 @@ def test_half_a_folder(example: str, folder: Path, train: ModuleType, capsys: py
             if error:
                 raise error("No space left on device")
 
-        return save
+        return Namespace(save_pretrained=save)
 
-    target = folder / "adapter"
-    train.write_folder(target, write("first", None))
-    for error in (OSError, RuntimeError, train.SafetensorError):
+    target, write_folder = folder / "adapter", train.model_files.write_folder
+    write_folder(target, part("first", None))
+    for error in (OSError, RuntimeError, train.model_files.SafetensorError):
         with pytest.raises(SystemExit, match="2"):
-            train.write_folder(target, write("half", error))
+            write_folder(target, part("half", error))
         assert "cannot write" in capsys.readouterr().err and (target / "weights").read_text() == "first"
-    train.write_folder(target, write("second", None))
+    write_folder(target, part("second", None))
     assert (target / "templates" / "one").read_text() == "second"
     assert (target / "weights").read_text() == "second" and [*folder.glob("adapter*")] == [target]
 
@@ -330,7 +337,7 @@ def test_make_model(
     assert before == {path: path.stat().st_mtime_ns for path in (folder / "model").iterdir()}
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_full(example: str, folder: Path) -> None:
     """--full trains, saves and resumes the model itself, which loads without peft; generate.py continues with it."""
     runs.train(example, folder, 2, "--full", "--epochs", 1, "--lr", 1e-3)
@@ -341,21 +348,21 @@ def test_full(example: str, folder: Path) -> None:
     assert not (folder / "output" / "adapter").exists()
     assert loss_of(load(folder / "output" / "model"), tokens_of(folder), 32) == rows[-1]["test_loss"]
     words = ["python", "generate.py", "--prompt", "नदी ", "--model-dir", "output/model", "--max-new-tokens", "8"]
-    written = runs.Run(words, folder).wait(60)
+    written = runs.Run(words, folder).wait()
     assert written.status == 0 and written.stdout.startswith("नदी ") and len(written.stdout) > 6, written.stderr
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_generate(example: str, folder: Path, reference: Reference) -> None:
     """generate.py takes adapters beside their base model, and says in one line what cannot be loaded."""
     words = ["python", "generate.py", "--prompt", "The river", "--adapter"]
-    written = [runs.Run([*words, str(reference.output / "adapter")], folder).wait(60) for _ in range(2)]
+    written = [runs.Run([*words, str(reference.output / "adapter")], folder).wait() for _ in range(2)]
     assert written[0].stdout == written[1].stdout and written[0].stdout.startswith("The river"), written[0].stderr
-    refused = runs.Run([*words, "none"], folder).wait(60)
+    refused = runs.Run([*words, "none"], folder).wait()
     assert refused.status == 2 and "generate.py: error: cannot load none: " in refused.stderr
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_two_processes_as_one(example: str, folder: Path) -> None:
     """2 x 4 samples a step are 1 x 8, and 2 x 2 x 2: the same adapters, to 1e-9 in fp64, after two epochs."""
     layouts = {"two": (2, 4, 1), "one": (1, 8, 1), "accumulated": (2, 2, 2)}
@@ -368,13 +375,13 @@ def test_two_processes_as_one(example: str, folder: Path) -> None:
         assert outputs.largest_difference(weights[name], weights["one"]) < 1e-9
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_bf16(example: str, folder: Path, reference: Reference) -> None:
     """In bf16 the frozen weights are bf16, the adapters fp32, and the loss ends near that of fp32, after two epochs."""
     edits.edit(
         folder / "train.py",
-        "    # Train\n",
-        "    print('types', sorted({(str(w.dtype), w.requires_grad) for w in model.parameters()}))\n    # Train\n",
+        "    # Train.\n",
+        "    print('types', sorted({(str(w.dtype), w.requires_grad) for w in model.parameters()}))\n    # Train.\n",
     )
     run = runs.train(example, folder, 2, "--precision", "bf16", "--epochs", 2, seconds=600)
     assert run.stdout.count("types [('torch.bfloat16', False), ('torch.float32', True)]") == 2
@@ -383,7 +390,7 @@ def test_bf16(example: str, folder: Path, reference: Reference) -> None:
     assert abs(bf16 - fp32) < 0.1
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_own_data(example: str, folder: Path) -> None:
     """What the README proposes: a folder of texts, a cosine, another scale of the adapters; and fewer of them."""
     for text in fences(folder / "README.md", "diff"):

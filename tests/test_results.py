@@ -2,34 +2,31 @@
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import json
 import math
-import re
 import shutil
 import subprocess
 import sys
 from base64 import b64decode
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-import nbformat
-import numpy as np
 import pytest
-import torch
-from jupyter_client import KernelManager
-from jupyter_client.kernelspec import KernelSpecManager
-from matplotlib.figure import Figure
-from matplotlib.image import imread
-from nbclient import NotebookClient
-from torch.nn import functional as F
 
-from tests.harness import outputs, runs
-from tests.harness.launchers import LAUNCHERS, ROOT
-from tests.harness.processes import clean_environment
-from tests.harness.runs import Reference
+from harness import outputs, runs
+from harness.launchers import LAUNCHERS, ROOT
+from harness.processes import clean_environment
+from harness.runs import Reference
+
+if TYPE_CHECKING:  # each process of the tests imports this file, and few run a test of it
+    import numpy as np
+    from matplotlib.figure import Figure
+    from nbformat import NotebookNode
 
 NOTEBOOK = ROOT / "jupyter" / "results.ipynb"
-results = outputs.import_file(NOTEBOOK.with_suffix(".py"))
 # What is asked at the end of the notebook, in its kernel: only there is the example's framework imported.
 PROBE = """
 import json
@@ -42,21 +39,29 @@ print(json.dumps({
 """
 
 
+@pytest.fixture(scope="module")
+def results() -> ModuleType:
+    """The module of the notebook."""
+    return outputs.import_file(NOTEBOOK.with_suffix(".py"))
+
+
 @pytest.fixture
 def finished(example: str, folder: Path, reference: Reference) -> Path:
-    """A copy of the example's folder with the reference run in it, and its log as it was printed."""
+    """A copy of the example's folder with the reference run in it."""
     shutil.copytree(reference.output, folder / "output")
-    prefix = "[0]<stdout>:" if LAUNCHERS[example].local.startswith("horovodrun") else ""
-    log = "".join(prefix + line for line in reference.stdout.splitlines(keepends=True))
-    (folder / "output" / "train.log").write_text(log)
     return folder
 
 
-def execute(folder: Path, home: Path, *more: str) -> list[nbformat.NotebookNode]:
+def execute(folder: Path, home: Path, *more: str) -> "list[NotebookNode]":
     """Run the notebook with the runs in `folder`, then the cells `more`, in this environment; return its code cells.
 
     The last one of `more` may fail. `home` is for what IPython writes.
     """
+    import nbformat
+    from jupyter_client import KernelManager
+    from jupyter_client.kernelspec import KernelSpecManager
+    from nbclient import NotebookClient
+
     notebook = nbformat.read(NOTEBOOK, 4)
     first = next(cell for cell in notebook.cells if cell.cell_type == "code")
     assert 'FOLDER = ".."\n' in first.source
@@ -64,7 +69,7 @@ def execute(folder: Path, home: Path, *more: str) -> list[nbformat.NotebookNode]
     notebook.cells += [nbformat.v4.new_code_cell(source) for source in more]
     notebook.cells[-1].metadata["tags"] = ["raises-exception"]
     manager = KernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))  # this Python, not one in ~/.local
-    client = NotebookClient(notebook, timeout=120, km=manager, resources={"metadata": {"path": NOTEBOOK.parent}})
+    client = NotebookClient(notebook, timeout=300, km=manager, resources={"metadata": {"path": NOTEBOOK.parent}})
     try:
         client.execute(env=clean_environment() | {"IPYTHONDIR": str(home), "PYTHONDONTWRITEBYTECODE": "1"})
     finally:
@@ -73,33 +78,37 @@ def execute(folder: Path, home: Path, *more: str) -> list[nbformat.NotebookNode]
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def pictures(cell: nbformat.NotebookNode) -> list[np.ndarray]:
+def pictures(cell: "NotebookNode") -> "list[np.ndarray]":
     """Return the pictures that a cell shows, (H, W, 4) from 0 to 1; none may be empty."""
+    from matplotlib.image import imread
+
     shown = [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})]
     decoded = [imread(io.BytesIO(b64decode(png))) for png in shown]
     assert all(picture.shape[0] > 150 and picture[..., :3].std() > 0.02 for picture in decoded)
     return decoded
 
 
-def texts(cells: list[nbformat.NotebookNode]) -> str:
+def texts(cells: "list[NotebookNode]") -> str:
     """Return all text that cells show as Markdown."""
     shown = [output.get("data", {}).get("text/markdown", "") for cell in cells for output in cell.outputs]
     return "\n".join(shown)
 
 
-def drawn(figure: Figure, name: str) -> list[list[float]]:
+def drawn(figure: "Figure", name: str) -> list[list[float]]:
     """Return the values of each curve of a figure that is called `name`, from left to right."""
     lines = [line for axes in figure.axes for line in axes.lines if line.get_gid() == name]
     return [[float(y) for y in line.get_ydata()] for line in lines]
 
 
-def restarts(figure: Figure) -> list[float]:
+def restarts(figure: "Figure") -> list[float]:
     """Return the places of the restarts in the first axes of a figure."""
     return [float(line.get_xdata()[0]) for line in figure.axes[0].lines if line.get_gid() == "restart"]
 
 
 def test_shipped_notebook() -> None:
     """It is valid, and has no outputs, no numbers of executions, a general kernel, and short cells with texts."""
+    import nbformat
+
     notebook = nbformat.read(NOTEBOOK, nbformat.NO_CONVERT)
     nbformat.validate(notebook)
     assert (notebook.nbformat, notebook.nbformat_minor, notebook.metadata.kernelspec.name) == (4, 5, "python3")
@@ -109,7 +118,7 @@ def test_shipped_notebook() -> None:
     assert len({cell.id for cell in notebook.cells}) == len(notebook.cells) > 12
 
 
-@pytest.mark.pattern
+@pytest.mark.runs("patterns")
 def test_notebook(example: str, finished: Path, tmp_path: Path) -> None:
     """Each cell runs in a kernel, says nothing on stderr, and shows what the run has; the numbers are the run's."""
     images = LAUNCHERS[example].learns[0] == "test_accuracy"
@@ -132,6 +141,10 @@ def test_notebook(example: str, finished: Path, tmp_path: Path) -> None:
 
 def check_predictions(found: dict[str, list], row: dict[str, float]) -> None:
     """Check what the notebook's kernel says of the test images: against the run, and against PyTorch."""
+    import numpy as np
+    import torch
+    from torch.nn import functional as F
+
     labels, logits = torch.tensor(found["labels"]), torch.tensor(found["logits"], dtype=torch.float64)
     losses, wrong = F.cross_entropy(logits, labels, reduction="none"), logits.argmax(1) != labels
     assert math.isclose(losses.mean().item(), row["test_loss"], rel_tol=1e-4)
@@ -145,22 +158,25 @@ def check_predictions(found: dict[str, list], row: dict[str, float]) -> None:
     assert all(shape in ([28, 28], [32, 32, 3]) for shape in found["shapes"])
 
 
-def test_curves(example: str, finished: Path) -> None:
-    """The curves are the columns of metrics.csv, and the floor is the printed one."""
+def test_curves(example: str, results: ModuleType, finished: Path) -> None:
+    """The curves are the columns of metrics.csv, and the floor is the entropy of the random source."""
+    from common import data
+
     (run,) = results.find_runs(finished)
     rows, row = outputs.read_metrics(finished / "output"), LAUNCHERS[example]
-    assert run.name == finished.name and run.rows == rows and run.restarts == [] and run.log.count("\nepoch ") == 5
+    assert run.name == finished.name and run.rows == rows and run.restarts == [] and not run.profile
     figure = results.learning_curves([run])
     for name in ("train_loss", "test_loss"):
         assert drawn(figure, name) == [[each[name] for each in rows]]
-    for name, factor in (("test_accuracy", 100), ("perplexity", 1)):
+    learnt = {"test_accuracy": 100, "perplexity": 1}
+    for name, factor in learnt.items():
         expected = [[factor * each[name] for each in rows]] if name in rows[0] else []
         assert drawn(figure, name) == expected
-    assert len(figure.axes) == (1 if example == "fsdp" else 2) and restarts(figure) == []
-    floors = [[2.2235, 2.2235]] if row.first_line == "TinyGPT on a random source" else []
-    assert drawn(figure, "floor") == floors and (run.floor == 2.2235) == bool(floors)
-    if floors:
-        assert f"({rows[-1]['test_loss'] - 2.2235:.4f} above the floor)" in figure.legends[0].get_texts()[0].get_text()
+    assert len(figure.axes) == 1 + bool(learnt.keys() & rows[0]) and restarts(figure) == []
+    floor = data.markov_tokens(1000)[1] if row.first_line == "TinyGPT on a random source" else None
+    assert drawn(figure, "floor") == ([[floor, floor]] if floor else []) and run.floor == floor
+    if floor:
+        assert f"({rows[-1]['test_loss'] - floor:.4f} above the floor)" in figure.legends[0].get_texts()[0].get_text()
     unit = "samples" if "tokens_per_second" not in rows[0] else "tokens"
     speed = results.throughput([run])
     assert drawn(speed, unit) == [[each[f"{unit}_per_second"] for each in rows]]
@@ -168,42 +184,45 @@ def test_curves(example: str, finished: Path) -> None:
 
 
 @pytest.mark.only("ddp_spawn")
-def test_resumed_and_profiled(example: str, folder: Path, reference: Reference) -> None:
-    """A restart is marked at its epoch, the profile is the printed one; two runs are shown at once."""
-    first = runs.train(example, folder, 2, "--epochs", 1, "--profile")
-    (folder / "output" / "train.log").write_text(first.stdout)
+def test_resumed_and_profiled(example: str, results: ModuleType, folder: Path, reference: Reference) -> None:
+    """A restart is marked where it was, the profile is the recorded one; two runs are shown at once."""
+    runs.train(example, folder, 2, "--epochs", 1)
     (run,) = results.find_runs(folder)
     figure = results.learning_curves([run])
     (axes, *_) = figure.axes
     assert drawn(figure, "test_loss") == [run.column("test_loss")] and len(run.rows) == 1
     assert axes.lines[0].get_marker() == "o"  # one point, which is seen
     assert [tick for tick in axes.get_xticks() if 0.4 <= tick <= 1.6] == [1]
-    second = runs.train(example, folder, 2, "--epochs", 2, "--resume")
-    (folder / "output" / "train.log").write_text(first.stdout + second.stdout)
+    runs.train(example, folder, 2, "--epochs", 2, "--resume")
     shutil.copytree(reference.output, folder / "output" / "1234")
-    (folder / f"{example}-1234.out").write_text(reference.stdout)
     found = {run.name.removeprefix(folder.name): run for run in results.find_runs(folder)}
     assert set(found) == {"", "/1234"} and [found[name].restarts for name in ("", "/1234")] == [[1], []]
-    both = [found[""], found["/1234"]]
+    shares = {"waits for data": 0.041, "computes": 0.959}  # as torchrun_vision records them, see test_profile.py
+    profile = {"seconds": 0.1234, "shares": shares}
+    stopped = found[""].facts["starts"] + [{"step": 16}]
+    facts = found[""].facts | {"profile": profile, "starts": stopped}
+    both = [dataclasses.replace(found[""], facts=facts), found["/1234"]]
 
     figure = results.learning_curves(both)
-    assert restarts(figure) == [1] and [len(values) for values in drawn(figure, "test_loss")] == [2, 5]
+    assert restarts(figure) == [1, 16 / 11] and [len(values) for values in drawn(figure, "test_loss")] == [2, 5]
     assert [text.get_text() for text in figure.legends[0].get_texts()][-1] == "restart" and not figure.get_suptitle()
-    printed = re.findall(r"^profile: (\w[a-z ]+?) +([\d.]+)%$", first.stdout, re.MULTILINE)
-    assert len(printed) == 4 and found[""].profile == {name: float(share) for name, share in printed}
-    bars = results.profile_shares(both).axes[0].containers
-    assert [(bar.get_label(), round(bar.patches[0].get_width(), 1)) for bar in bars] == [
-        (name, float(share)) for name, share in printed
-    ]
-    assert all(len(bar.patches) == 1 for bar in bars), "only one of the two has a profile"
+    (axes,) = results.profile_shares(both).axes
+    widths = {bars.get_label(): [bar.get_width() for bar in bars] for bars in axes.containers}
+    assert widths == {name: [100 * share] for name, share in shares.items()}, "only one of the two has a profile"
+    assert axes.get_yticklabels()[0].get_text() == f"{both[0].name}\n0.123 s a step"
     assert [row.split(" | ")[1] for row in results.show(both).splitlines()[2:]] == [run.name for run in both]
     last = both[1].rows[-1]
     assert f"| 5 | 2 | {last['train_loss']:.4f} | {last['test_loss']:.4f} | accuracy 97." in results.comparison(both)
 
 
 @pytest.mark.only("ddp_spawn")
-def test_refusals(example: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other data, a missing package, no run and no model are each said in one line; a missing log, in the figure."""
+def test_refusals(
+    example: str, results: ModuleType, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other data, a missing package, no run and no model are each said in one line; no run.json, in the figure."""
+    import torch
+    from matplotlib.figure import Figure
+
     (run,) = results.find_runs(finished)
 
     def refused(*words: str, **arguments: str) -> None:
@@ -223,59 +242,44 @@ def test_refusals(example: str, finished: Path, tmp_path: Path, monkeypatch: pyt
     torch.save(weights, finished / "output" / "model.pt")
     with pytest.raises(results.ResultsError, match=r"^no run below [^\n]*python train.py --processes 2[^\n]*$"):
         results.find_runs(tmp_path / "copied" / "common")
-    (finished / "output" / "train.log").unlink()
-    (run,) = results.find_runs(finished)
-    assert (run.log, run.restarts, run.floor, run.profile) == ("", [], None, {})
-    assert results.learning_curves([run]).get_suptitle().startswith(f"no log found of {run.name}: restarts")
+    for content in ("{", "{}", None):
+        (finished / "output" / "run.json").write_text(content) if content else (
+            finished / "output" / "run.json"
+        ).unlink()
+        (run,) = results.find_runs(finished)
+        assert (run.facts, run.restarts, run.floor, run.profile) == ({}, [], None, {})
+    assert results.learning_curves([run]).get_suptitle().startswith(f"no run.json of {run.name}: restarts")
     assert "not found" in results.show([run]) and isinstance(results.confusion(run), Figure)
     (finished / "output" / "model.pt").unlink()
     assert "has not finished yet" in results.confusion(run) == results.mistakes(run)
 
 
 @pytest.mark.only("ddp_spawn")
-def test_which_log(example: str, finished: Path, reference: Reference) -> None:
-    """The log of a run is found by its job's number or by its losses, never that of another run; old ones neither."""
+def test_which_runs(example: str, results: ModuleType, finished: Path) -> None:
+    """All runs below a folder are found, once, and nothing that only looks like one; names are told apart."""
     output = finished / "output"
-    (output / "train.log").unlink()
-    shutil.copytree(output, finished / "one")
-    for name in ("7", "9_2"):
-        shutil.copytree(finished / "one", output / name)
-    shutil.rmtree(finished / "one")
+    for name in ("9_2", "7"):
+        shutil.copytree(output, output / name, ignore=shutil.ignore_patterns("9_2"))
+    assert {run.name.partition("/")[2] for run in results.find_runs(finished)} == {"", "7", "9_2"}
     (output / "metrics.csv").unlink()
-    logs = {
-        "7": reference.stdout.replace("model in output/", "model in output/7/"),
-        "11": "continuing after epoch 3 of 5, step 2\n" + reference.stdout.replace(" output/", " output/7/"),
-        "10": "continuing after epoch 0 of 5\n" + reference.stdout.replace(" output/", " output/9_2/"),  # of the array
-        "6": "continuing after epoch 1 of 5\n" + re.sub(r"train loss [\d.]+", "train loss 1.0", reference.stdout),
-    }
-    for job, text in logs.items():
-        (finished / f"{example}-{job}.out").write_text(text)
-    found = {run.name.partition("/")[2]: run.restarts for run in results.find_runs(finished)}
-    assert found == {"7": [3.5], "9_2": [0]}
     (output / "7" / "metrics.csv").write_text("epoch,step,train_loss\n1,,2.0\n")  # Lightning's own logger
     (finished / ".venv" / "lib").mkdir(parents=True)
     shutil.copy(output / "9_2" / "metrics.csv", finished / ".venv" / "lib")
     (finished / "loop").symlink_to(finished)
-    assert [run.name.partition("/")[2] for run in results.find_runs(finished)] == ["9_2"]
+    (run,) = results.find_runs(finished)
+    assert run.name.partition("/")[2] == "9_2"
+    rows = [row | {"world_size": count} for row, count in zip(run.rows, (2, 2, 4, 4, 2), strict=True)]
+    assert dataclasses.replace(run, rows=rows).processes == "2, then 4, then 2"
     shutil.copytree(finished, finished.parent / "other" / finished.name, symlinks=True)
     found = {run.name for run in results.find_runs(finished.parent)}
     assert found == {f"{folder}copied/output/9_2" for folder in ("", "other/")}
 
 
 @pytest.mark.only("ddp_spawn")
-def test_other_logs(example: str, finished: Path) -> None:
-    """The floor that train_lm.py of horovod_cpu prints is found, and processes that have changed in number are told."""
-    (run,) = results.find_runs(finished)
-    rows = [row | {"world_size": count} for row, count in zip(run.rows, (2, 2, 4, 4, 2), strict=True)]
-    line = "epoch  1/5 | train loss 3.2902 | test loss 2.5214 (floor 2.2235) | perplexity 12.45 per byte"
-    other = dataclasses.replace(run, rows=rows, log=line)
-    assert other.floor == 2.2235 and other.processes == "2, then 4, then 2"
-    assert drawn(results.learning_curves([run, other]), "floor") == [[2.2235, 2.2235]]
-
-
-@pytest.mark.only("ddp_spawn")
-def test_check_of_predictions(example: str, finished: Path) -> None:
+def test_check_of_predictions(example: str, results: ModuleType, finished: Path) -> None:
     """One image more or less is refused, unless the model can hardly decide there, as bf16 could not."""
+    import numpy as np
+
     (run,) = results.find_runs(finished)
     logits = np.eye(10)[np.arange(100) % 10] * 8.0
     found = results.Predictions("data", tuple("0123456789"), np.arange(100) % 10, logits, lambda i: logits)
@@ -288,8 +292,9 @@ def test_check_of_predictions(example: str, finished: Path) -> None:
 
 
 @pytest.mark.only("ddp_spawn")
-def test_modules_of_an_example(example: str, folder: Path) -> None:
+def test_modules_of_an_example(example: str, results: ModuleType, folder: Path) -> None:
     """Within the context `common` is the example's, afterwards what it was before."""
+    importlib.import_module("common.data")
     before = sys.modules["common"], sys.modules["common.data"], list(sys.path)
     with results._modules_of(folder):
         from common import data
@@ -300,9 +305,9 @@ def test_modules_of_an_example(example: str, folder: Path) -> None:
 
 @pytest.mark.only("torchrun_vision")
 @pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities:DeprecationWarning")
-def test_images_in_a_tar(example: str, finished: Path) -> None:
+def test_images_in_a_tar(example: str, results: ModuleType, finished: Path) -> None:
     """Images in a tar give the same predictions; those of other classes are refused in one line."""
-    subprocess.run(["tar", "-cf", "images.tar", "images"], cwd=finished, check=True)
+    subprocess.run(["tar", "-cf", "images.tar", "images"], cwd=finished, check=True, timeout=60)
     for part in ("train", "val"):
         (finished / "images" / part / "six").rename(finished / f"{part}-six")
     (run,) = results.find_runs(finished)

@@ -4,11 +4,10 @@ import ast
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.harness import edits, outputs, readme, runs
-from tests.harness.launchers import ROOT
-from tests.harness.runs import Reference
+from harness import edits, outputs, readme, runs
+from harness.launchers import ROOT
+from harness.runs import Reference
 
 pytestmark = pytest.mark.only("torchrun_multinode")
 PAGE = ROOT / "docs" / "slow-networks.md"
@@ -29,9 +28,11 @@ def test_recipes_fit(example: str, folder: Path) -> None:
     ast.parse((folder / "train.py").read_text())
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_bf16_exchange(example: str, folder: Path, reference: Reference) -> None:
     """Gradients that are sent with 16 bits are rounded: the run learns as much, and its weights differ a little."""
+    import torch
+
     apply_recipe(folder, "bf16_compress_hook")
     runs.train(example, folder, 2)
     row, expected = (outputs.read_metrics(output)[-1] for output in (folder / "output", reference.output))
@@ -43,14 +44,16 @@ def test_bf16_exchange(example: str, folder: Path, reference: Reference) -> None
     assert 0 < (one - other).norm() / other.norm() < 0.15  # weights that have nothing in common are 1.4 apart
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_local_sgd(example: str, folder: Path) -> None:
     """The processes' weights part, and are averaged before they are evaluated and saved; a resumed run does so, too."""
+    import torch
+
     apply_recipe(folder, "average_weights")
     loop = "    for weight in model.parameters():\n"
     note = '    torch.save(model.state_dict(), f"before-{dist.get_rank()}.pt")\n'
     edits.edit(folder / "train.py", loop, note + loop)
-    last = "    # Finish\n"
+    last = "    # Finish.\n"
     edits.edit(folder / "train.py", last, last + '    torch.save(model.state_dict(), f"after-{rank}.pt")\n')
     runs.train(example, folder, 2, "--epochs", 1)
     runs.train(example, folder, 2, "--epochs", 2, "--resume")

@@ -15,10 +15,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.harness import edits, outputs, refusals, runs
-from tests.harness.processes import wait_until
-from tests.harness.readme import fences
-from tests.harness.runs import Reference
+from harness import edits, outputs, refusals, runs
+from harness.readme import fences
+from harness.runs import Reference
 
 pytestmark = pytest.mark.only("torchrun_vision")
 
@@ -58,23 +57,23 @@ def test_exact_metrics(example: str, folder: Path, reference: Reference, module:
         assert row["test_loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
 
 
-@pytest.mark.faults  # in its plain form, test_killed_twice does so
+@pytest.mark.runs("weekly")  # torchrun_multinode has ordinary tests of the same functions
 def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -> None:
-    """A signal in mid-epoch stops all processes after the same step; resumed in another way, the same bits.
+    """Asked to stop in mid-epoch, all processes stop after the same step; resumed in another way, the same bits.
 
     The resumed run reads a tar of the folder, without loader workers, and computes its activations twice: an image is
     augmented alike by whichever process, and nothing else changes a bit either. Nothing is left of the tar's copy.
     """
     run = runs.start(example, folder, 2)
-    run.read_until("epoch  1/")
-    step, epoch = runs.ask_to_stop(example, run)
+    run.read_epoch(1)
+    step = runs.ask_to_stop(example, run)
     with tarfile.open(folder / "images.tar", "w") as tar:
         tar.add(folder / "images", "images")
     shutil.rmtree(folder / "images")
     (folder / "disk").mkdir()
     arguments = "--resume --data-dir images.tar --workers 0 --gradient-checkpointing --log-to tensorboard"
     last = runs.train(example, folder, 2, *arguments.split(), TMPDIR=str(folder / "disk"))
-    assert f"continuing after epoch {epoch - 1} of 5, step {step}" in last.stdout
+    runs.assert_continued(folder / "output", step)
     assert "0 workers for each process" in last.stdout and not [*(folder / "disk").glob("*.tar*")]
     outputs.assert_same_run(folder / "output", reference.output)
     assert tensorboard_epochs(folder / "output" / "tensorboard") == [1, 2, 3, 4, 5]
@@ -135,7 +134,7 @@ def test_damaged_image(
 def test_damaged_image_in_training(example: str, folder: Path) -> None:
     """A damaged file that a loader worker meets ends the run with one line, on however many processes."""
     (folder / "images" / "val" / "six" / "007.png").write_bytes(b"not an image")
-    run = runs.start(example, folder, 2, "--epochs", 1).wait(120)
+    run = runs.start(example, folder, 2, "--epochs", 1).wait()
     lines = [line for line in run.stderr.splitlines() if line.startswith("train.py: error: ")]
     assert run.status == 1 and len(lines) == 1, run.stderr  # beside it the other process says that it lost this one
     assert lines[0].endswith("images/val/six/007.png is damaged (it cannot be decoded): replace it, or remove it")
@@ -161,7 +160,7 @@ WEIGHTS = {  # case: the file, the arguments, what the message says
 }
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_weights_that_do_not_fit(example: str, folder: Path, case: str) -> None:
     """Weights of another model, or of another number of classes, are refused with one line."""
@@ -170,12 +169,12 @@ def test_weights_that_do_not_fit(example: str, folder: Path, case: str) -> None:
         torch.save(classifier(name, 10).state_dict(), folder / "weights.pth")
     else:
         (folder / "weights.pth").write_text("weights")
-    run = runs.start(example, folder, 2, "--weights", "weights.pth", *arguments.split()).wait(120)
+    run = runs.start(example, folder, 2, "--weights", "weights.pth", *arguments.split()).wait()
     refusals.assert_refused(run, 1, *texts)
     assert not (folder / "output" / "checkpoint.pt").exists()
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_weights(example: str, folder: Path, reference: Reference) -> None:
     """Training starts from the weights in a file: with --lr 0 they stay; --new-head replaces the last layer only."""
     shutil.copy(reference.output / "model.pt", folder / "weights.pth")
@@ -192,7 +191,7 @@ def test_weights(example: str, folder: Path, reference: Reference) -> None:
     assert all(torch.equal(weights[name], before[name]) for name in trained if not name.startswith("fc."))
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -213,7 +212,7 @@ def test_trains(example: str, folder: Path, arguments: str) -> None:
     assert {w.dtype for w in outputs.read_model(folder / "output").values() if w.is_floating_point()} == {dtype}
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_two_processes_as_one(example: str, folder: Path) -> None:
     """Without BatchNorm, 2 x 8 images a step are 1 x 16: the same weights, to 1e-9 in fp64, after an epoch.
 
@@ -246,7 +245,7 @@ NOTE = """    import hashlib
 """
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 @pytest.mark.parametrize("averaged", [True, False])
 def test_statistics(example: str, folder: Path, averaged: bool) -> None:
     """All processes evaluate with the same statistics of BatchNorm; without averaging them, they do not."""
@@ -254,33 +253,34 @@ def test_statistics(example: str, folder: Path, averaged: bool) -> None:
     if not averaged:
         path = folder / "train.py"
         path.write_text(
-            re.sub(r"^        average_statistics\(.*$", "        pass", path.read_text(), flags=re.MULTILINE)
+            re.sub(
+                r"^        classifiers\.average_statistics\(.*$", "        pass", path.read_text(), flags=re.MULTILINE
+            )
         )
     runs.train(example, folder, 2, "--epochs", 1, "--warmup-steps", 0)
     one, other = ((folder / f"statistics-{rank}").read_text() for rank in (0, 1))
     assert (one == other) == averaged
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_no_process_outlives_a_killed_one(example: str, folder: Path) -> None:
     """Loader workers end with the process that they read for, even if that gets SIGKILL; an exception ends the run."""
     run = runs.start(example, folder, 1, "--workers", 3)
-    run.read_until("epoch  1/")
+    run.read_epoch(1)
     (trainer,) = run.workers()
     assert len([pid for pid in run.pids() if Path(f"/proc/{pid}/comm").read_text() == "pt_data_worker\n"]) == 3
     os.kill(trainer, signal.SIGKILL)
-    run.process.wait(60)
-    wait_until(lambda: not run.pids(), 30, "the end of all loader workers")
+    run.wait(60, leaves=30)
     edits.edit(folder / "train.py", "        scaler.update()\n", "        raise ArithmeticError('planted')\n")
-    run = runs.start(example, folder, 2, "--output-dir", "other").wait(90)
+    run = runs.start(example, folder, 2, "--output-dir", "other").wait()
     assert run.status > 0 and "ArithmeticError: planted" in run.stderr
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 @pytest.mark.parametrize("package", ["mlflow", "wandb"])
 def test_logs(example: str, folder: Path, tmp_path: Path, package: str) -> None:
     """--log-to without its package is one line; with it, the metrics are in files under the output folder."""
-    run = runs.start(example, folder, 2, "--log-to", package, "--epochs", 2).wait(120)
+    run = runs.start(example, folder, 2, "--log-to", package, "--epochs", 2).wait()
     refusals.assert_refused(run, 1, f"--log-to {package}", f"pip install {package}")
     pinned = re.search(rf"{package}==[\d.]+", (folder / "README.md").read_text())[0]
     extra = tmp_path / "extra"
@@ -301,11 +301,9 @@ def test_logs(example: str, folder: Path, tmp_path: Path, package: str) -> None:
         assert [*logged.glob("wandb/offline-run-*/*.wandb")], "no offline run"
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_own_model(example: str, folder: Path) -> None:
-    """The recipe in the README: a model of one's own, in the place of torchvision's."""
-    for text in fences(folder / "README.md", "python"):
-        (folder / text.partition("\n")[0].removeprefix("# ")).write_text(text)
+    """With the README's diff own_model.py takes the place of torchvision's model, and learns."""
     for text in fences(folder / "README.md", "diff"):
         edits.apply_diff(folder / "train.py", text)
     runs.train(example, folder, 2, "--epochs", 2)

@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # where cores are busy, threads that spin take minutes
 import torch
 
 from common.models import TinyGPT

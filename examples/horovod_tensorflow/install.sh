@@ -2,6 +2,7 @@
 # Install Horovod into the active environment, after: pip install -r requirements.txt
 # Its last release does not compile with today's TensorFlow as it is, so this changes four lines of it and builds a
 # wheel, once (3 to 8 minutes): the next environment with the same TensorFlow, Python and MPI gets it from a cache.
+# own: for TensorFlow; that of the other examples is for PyTorch
 set -euo pipefail
 export TF_CPP_MIN_LOG_LEVEL=2  # only errors, no notes on the processor
 

@@ -1,6 +1,7 @@
 """Continue a prompt with a model and what train.py has made of it: `python generate.py --prompt "The river"`.
 
 Without --adapter, --model-dir alone is taken: the model as it was, or output/merged or output/model of train.py.
+It computes on a GPU if there is one; on a login node without one a model of billions of parameters takes minutes.
 """
 
 import argparse
@@ -34,10 +35,11 @@ def main():
         model = transformers.AutoModelForCausalLM.from_pretrained(args.model_dir, local_files_only=True)
         if args.adapter:
             model = peft.PeftModel.from_pretrained(model, args.adapter, local_files_only=True)
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     except Exception as error:  # depends on which file is missing or damaged
         parser.error(f"cannot load {args.adapter or args.model_dir}: {str(error).strip().splitlines()[0]}")
     torch.manual_seed(args.seed)
-    prompt = tokenizer(args.prompt, add_special_tokens=False, return_tensors="pt")
+    prompt = tokenizer(args.prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
     how = {"do_sample": args.temperature > 0} | ({"temperature": args.temperature} if args.temperature else {})
     written = model.eval().generate(
         **prompt, max_new_tokens=args.max_new_tokens, pad_token_id=tokenizer.eos_token_id, **how

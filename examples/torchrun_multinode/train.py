@@ -3,24 +3,13 @@
 Locally:   torchrun --standalone --nproc-per-node=2 train.py
 On SLURM:  sbatch run.slurm --epochs 10
 
-Comments with a tag, such as "ddp:", mark what a script for a single process would not need.
-If a process dies or hangs, the others end with an error too; --resume then continues from the last checkpoint.
+Comments that begin with a tag, as "ddp:", mark what a script for a single process would not need. What else a long
+job on a cluster needs, such as checkpoints that survive a kill and errors that say what to do, is in plumbing.py.
 """
 
 import argparse
-import ctypes
-import errno
-import fcntl
-import functools
 import os
-import resource
-import signal
-import subprocess
-import sys
 import time
-import types
-import warnings
-import zipfile
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,11 +20,12 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+import plumbing
 from common import data
 from common.models import ConvNet
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}  # of the weights; with bf16, autocast
-stop_requested = torch.zeros(1)  # preemption: 1 after SIGUSR1 or SIGTERM, which ask this process to stop
+# The dtype of weights and inputs. With bf16 the weights stay in fp32, and autocast computes in bf16.
+DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
 def parse_args():
@@ -45,77 +35,75 @@ def parse_args():
     parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=64, help="samples per batch of each process")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
-    parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the processes, or their root")
-    parser.add_argument("--warmup-steps", type=int, default=0, help="first steps of the whole run, in which --lr rises")
+    parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the number of processes")
+    parser.add_argument("--warmup-steps", type=int, default=0, help="steps in which the learning rate rises")
+    parser.add_argument("--gradient-accumulation-steps", type=int, default=1, help="batches per optimizer step")
+    parser.add_argument("--max-grad-norm", type=float, help="clip the norm of the gradients to this value")
     parser.add_argument("--seed", type=int, default=0, help="seed for initial weights and shuffling")
     parser.add_argument("--precision", choices=DTYPES, default="fp32", help="bf16: mixed precision; fp64: for tests")
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
     parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    parser.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="also save every STEPS steps of an epoch")
-    parser.add_argument("--gradient-accumulation-steps", type=int, default=1, help="batches per optimizer step")
-    parser.add_argument("--max-grad-norm", type=float, help="clip the norm of the gradients to this value")
-    parser.add_argument(
-        "--profile", action="store_true", help="show what 5 steps spend their time on, and write a trace"
-    )
+    parser.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="also save every STEPS steps")
     args = parser.parse_args()
-    args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun: number of processes on this node
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: number of processes on all nodes
-    check_args(parser, args)
+    args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun: number of processes on this node
+    plumbing.check_args(parser, args)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
     return args
 
 
 def setup(args):
-    """Set the number of threads, join the process group, and return this process's device."""
-    prepare_process(args)
+    """Join the process group, and return this process's device."""
     local_rank = int(os.environ["LOCAL_RANK"])  # torchrun: this process's number on its node
     cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) or len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // args.processes))  # by default each process would use all cores: slower
+    torch.set_num_threads(max(1, cores // args.processes))  # more threads than cores are slower
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32: faster matrix products in fp32, since the A100
+    plumbing.check_gpu(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # ddp: Gloo for tensors on the CPU
     timeout = timedelta(seconds=args.timeout)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # preemption: Gloo for the votes below
-    dist.init_process_group(backend, timeout=timeout)  # torchrun: MASTER_ADDR, RANK and so on are set
+    # torchrun: has set MASTER_ADDR, MASTER_PORT and RANK, by which the processes find each other here
+    dist.init_process_group(backend, timeout=timeout)
     return device
 
 
-def train_one_epoch(args, ddp_model, train_loader, optimizer, device, history, position, profiler):
-    """Return the mean training loss and the number of samples, both over all processes, and the time in seconds."""
+def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
+    """Train to the end of an epoch; return mean loss, samples, both over all processes, and seconds."""
     ddp_model.train()
-    start = time.perf_counter() - position["seconds"]
-    sums = position["sums"]  # loss, samples; the same tensor, so this updates position
-    per_epoch = position["step"] + len(train_loader) // args.gradient_accumulation_steps  # steps of a whole epoch
+    start = time.perf_counter() - progress["seconds"]
+    sums = progress["sums"]  # loss, samples: a checkpoint within the epoch has them, too
     for number, (images, labels) in enumerate(train_loader, 1):
-        is_last = number % args.gradient_accumulation_steps == 0  # accumulation: this micro-batch completes a step
-        if is_last:
-            vote, voting = start_vote()  # preemption: if one process got a signal, all stop after this step
-        images, labels = images.to(device, DTYPES[args.precision]), labels.to(device)
-        ddp_model.require_backward_grad_sync = is_last  # accumulation: else gradients are not averaged yet
+        completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: of so many batches
+        vote = torch.tensor([float(plumbing.stop_requested())])
+        voting = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)  # stop: if one process has to, all do
+        images = images.to(device, DTYPES[args.precision], non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        ddp_model.require_backward_grad_sync = completes_step  # accumulation: averages only then, as no_sync() does
         with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
             logits = ddp_model(images)
         loss = F.cross_entropy(logits.to(images.dtype), labels)
-        (loss / args.gradient_accumulation_steps).backward()  # ddp: averages the gradients, if the step is complete
-        sums[0] += loss.detach() * len(labels)
+        (loss / args.gradient_accumulation_steps).backward()  # ddp: averages the gradients over all processes
+        sums[0] += loss.detach() * len(labels)  # on the device: no step waits for it
         sums[1] += len(labels)
-        if not is_last:
+        voting.wait()  # now `vote` is 1 if a process has to stop
+        if not completes_step:
             continue
         if args.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
-        step = len(history) * per_epoch + position["step"]  # of the whole run
         for param_group in optimizer.param_groups:
-            param_group["lr"] = learning_rate(args, step)
+            param_group["lr"] = learning_rate(args, progress["step"])
         optimizer.step()
         optimizer.zero_grad()
-        position["step"] += 1
-        voting.wait()
-        if vote or (args.checkpoint_every and position["step"] % args.checkpoint_every == 0):
-            position["seconds"] = time.perf_counter() - start
-            save_checkpoint(args, ddp_model.module, optimizer, history, position)
+        progress["step"] += 1
+        if vote or (args.checkpoint_every and progress["step"] % args.checkpoint_every == 0):
+            progress["seconds"] = time.perf_counter() - start
+            save_checkpoint(args, ddp_model.module, optimizer, progress)
         if vote:
-            print_usage(history)
-            shut_down(f"stopped by a signal after step {position['step']} of epoch {len(history) + 1}: use --resume")
-        profiler.step()
+            plumbing.stop(args, progress)  # stop: ends this process, without an error; `run` requeues
     dist.all_reduce(sums)  # ddp: sum over all processes
     loss_sum, samples = sums.tolist()
     return loss_sum / samples, samples, time.perf_counter() - start
@@ -133,7 +121,8 @@ def evaluate(args, model, test_loader, device):
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
     for images, labels in test_loader:
-        images, labels = images.to(device, DTYPES[args.precision]), labels.to(device)
+        images = images.to(device, DTYPES[args.precision], non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
             logits = model(images)
         sums[0] += F.cross_entropy(logits.to(images.dtype), labels, reduction="sum")
@@ -144,391 +133,81 @@ def evaluate(args, model, test_loader, device):
     return loss_sum / samples, correct / samples
 
 
+def save_checkpoint(args, model, optimizer, progress):
+    """Save model, optimizer and `progress`, from which --resume continues; all processes call this."""
+    progress = progress | {"sums": progress["sums"].clone()}
+    dist.all_reduce(progress["sums"])  # ddp: a checkpoint has the sums over all processes
+    if dist.get_rank() == 0:  # ddp: all processes have the same weights; one writes them
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": progress}
+        plumbing.write_checkpoint(args, state)
+
+
+def resume(args, model, optimizer, device):
+    """Load model and optimizer from the checkpoint, if there is one; return how far the run is."""
+    # step: of the whole run; history: rows of metrics.csv; sums, of this process, and seconds: of the current epoch
+    progress = {"step": 0, "sums": torch.zeros(2, dtype=torch.float64, device=device), "seconds": 0.0, "history": []}
+    found = [plumbing.read_checkpoint(args) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)  # ddp: rank 0 reads it for all processes
+    if checkpoint := plumbing.accept(found[0]):  # ends this process if rank 0 has found an error
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        progress = checkpoint["progress"]
+        # ddp: rank 0 keeps the sums, which are of all; the others begin at 0, else they would count world_size times
+        progress["sums"] = progress["sums"].to(device) * (dist.get_rank() == 0)
+    return progress
+
+
 @record  # torchrun: reports the traceback of the process that failed first
 def main(args):
     """Train as one process of args.world_size."""
-    train_set, test_set = load_data(args)
+    plumbing.prepare_process(args)
     device, rank = setup(args), dist.get_rank()
-    checkpoint = broadcast_checkpoint(args, device)
 
-    # Data: a batch is read by indexing the data set with a list of indices, therefore batch_size=None.
-    # ddp: shuffled shards of equal length, so that all processes take the same number of steps
-    sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-    # ddp: each test sample exactly once; a DistributedSampler would repeat some to make the shards equally long
-    shard = range(rank, len(test_set), args.world_size)
-    test_loader = DataLoader(test_set, sampler=BatchSampler(shard, args.batch_size, drop_last=False), batch_size=None)
-
-    # Model, optimizer, and their state if the run is resumed.
-    torch.manual_seed(args.seed)
-    model = ConvNet().to(device, DTYPES[args.precision])
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
-    history = checkpoint["history"] if checkpoint else []  # one dict per epoch: the rows of metrics.csv
-    position = resume_position(checkpoint, device)  # steps, seconds and sums of the current epoch so far
-    if checkpoint:
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-    # ddp: shares the weights of `model`, and averages their gradients over all processes in the backward pass
-    ddp_model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
-    # For bit-identical results after a resume; the zeros have the shape of the model's input.
-    fix_summation_order(ddp_model, torch.zeros(1, 1, 28, 28, device=device, dtype=DTYPES[args.precision]))
-
-    # Train
-    print_header(args, device, checkpoint)
-    profiler = make_profiler(args, remaining_steps(args, sampler, history, position))
-    for epoch in range(len(history) + 1, args.epochs + 1):
-        sampler.set_epoch(epoch - 1)  # ddp: another order in each epoch, the same in all processes
-        train_loader = DataLoader(train_set, sampler=remaining_batches(args, sampler, position), batch_size=None)
-        train_loss, count, seconds = train_one_epoch(
-            args, ddp_model, train_loader, optimizer, device, history, position, profiler
-        )
-        test_loss, test_accuracy = evaluate(args, model, test_loader, device)
-        row = {"epoch": epoch, "train_loss": train_loss, "test_loss": test_loss, "test_accuracy": test_accuracy}
-        history.append(row | {"samples_per_second": count / seconds, "seconds": seconds, "world_size": args.world_size})
-        position = start_of_epoch(device)
-        save_checkpoint(args, model, optimizer, history, position)  # ddp: all processes call it, rank 0 writes
-        print_epoch(args, history[-1])
-
-    # Finish
-    if rank == 0:
-        write(args.output_dir / "model.pt", lambda file: torch.save(model.cpu().state_dict(), file))
-    print_usage(history)
-    shut_down(f"finished: test acc {history[-1]['test_accuracy']:.2%}, model in {args.output_dir / 'model.pt'}")
-
-
-# ---- Below: what makes runs restartable and errors readable. Skip it on a first reading. ----
-
-
-def fail(message):
-    """Print an error in the style of argparse and exit immediately: waiting for other processes could hang."""
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
-    os._exit(2)
-
-
-def check_args(parser, args):
-    """Refuse arguments that cannot work."""
-    for name, value in vars(args).items():
-        if type(value) is int and value < (least := int(name != "warmup_steps")) and name != "seed":
-            parser.error(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
-    if not 0 <= args.lr < float("inf"):
-        parser.error(f"--lr must be 0 or more, not {args.lr}")
-    if args.max_grad_norm is not None and not args.max_grad_norm > 0:
-        parser.error(f"--max-grad-norm must be above 0, not {args.max_grad_norm}")
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
-    if 0 < torch.cuda.device_count() < args.processes:
-        gpus = f"the {torch.cuda.device_count()} GPUs of {os.uname().nodename}"
-        parser.error(f"--nproc-per-node={args.processes} is more than {gpus}")
-    check_gpus()
-
-
-def check_gpus():
-    """Refuse to train on the CPU if the job has GPUs that PyTorch cannot use; ALLOW_CPU=1 permits it."""
-    gpus = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
-    if gpus and not torch.cuda.is_available() and os.environ.get("ALLOW_CPU") != "1":
-        driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader").partition("\n")[0]
-        fail(
-            f"PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use the {gpus} GPUs of this job "
-            f"(NVIDIA driver: {driver}). Install a build that can, on a node with GPUs: UV_TORCH_BACKEND=auto "
-            "uv pip install --reinstall torch torchvision. To train on the CPU all the same, set ALLOW_CPU=1"
-        )
-
-
-def prepare_process(args):
-    """Make this process end when its launcher does; print lines immediately; set up Gloo; silence a warning."""
-    keep_memory()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its launcher
-    sys.stdout.reconfigure(line_buffering=True)
-    if args.processes == args.world_size:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works even if the host name cannot be resolved
-    # DDP warns about the strides of conv1's gradient. It is harmless: with one channel, both memory layouts are equal.
-    warnings.filterwarnings("ignore", "Grad strides")
-    for number in (signal.SIGUSR1, signal.SIGTERM):  # preemption: remember the signal until the next vote
-        signal.signal(number, lambda *_: stop_requested.fill_(1))
-
-
-def keep_memory():
-    """Have glibc keep the memory of freed tensors for the next step: returning it each time costs up to a fifth."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "gnu_get_libc_version"):  # other C libraries do not have these two settings
-        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: also blocks of up to 1 GB are kept
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: up to 2 GB of them
-
-
-def load_data(args):
-    """Return the training and the test set; fail if they are missing, or too small for --batch-size."""
+    # Data (yours: see README.md): a list of indices reads a whole batch at once, therefore batch_size=None.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
-        fail(error)
-    step_size = args.batch_size * args.gradient_accumulation_steps
-    if step_size > (share := len(train_set) // args.world_size):
-        fail(
-            f"--batch-size {args.batch_size} times --gradient-accumulation-steps {args.gradient_accumulation_steps} "
-            f"is above the {share} samples of each process"
-        )
-    return train_set, test_set
+        plumbing.fail(error)
+    loading = {"batch_size": None, "pin_memory": device.type == "cuda"}  # pinned: no step waits for its copy to a GPU
+    # ddp: shuffled shards of equal length, so that all processes take the same number of steps
+    sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
+    args.steps_per_epoch = plumbing.count_steps(args, len(sampler))
+    # ddp: each test sample exactly once; a DistributedSampler would repeat some to make the shards equally long
+    shard = range(rank, len(test_set), args.world_size)
+    test_loader = DataLoader(test_set, sampler=BatchSampler(shard, args.batch_size, drop_last=False), **loading)
 
+    # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
+    torch.manual_seed(args.seed)
+    model = ConvNet().to(device, DTYPES[args.precision])
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
+    progress = resume(args, model, optimizer, device)
+    # ddp: shares the weights of `model`, and averages their gradients over all processes in the backward pass
+    ddp_model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    # DDP regroups gradients after its first backward pass: one now, on zeros shaped as the input, keeps resumes exact
+    plumbing.fix_summation_order(ddp_model, torch.zeros(1, 1, 28, 28, device=device, dtype=DTYPES[args.precision]))
 
-def fix_summation_order(ddp_model, zeros):
-    """Do one backward pass, after which DDP settles in which order it sums gradients for the rest of the run.
+    # Train.
+    plumbing.print_header(args, f"ConvNet on {args.dataset}", device, progress)
+    for epoch in range(len(progress["history"]), args.epochs):
+        sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
+        done = progress["step"] - epoch * args.steps_per_epoch  # steps of this epoch, if the run was stopped within it
+        first, last = done * args.gradient_accumulation_steps, args.steps_per_epoch * args.gradient_accumulation_steps
+        batches = list(BatchSampler(sampler, args.batch_size, drop_last=True))[first:last]
+        train_loader = DataLoader(train_set, sampler=batches, **loading)
+        train_loss, samples, seconds = train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress)
+        test_loss, test_accuracy = evaluate(args, model, test_loader, device)  # not DDP: shards may differ by a batch
+        row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss, "test_accuracy": test_accuracy}
+        row |= {"samples_per_second": samples / seconds, "seconds": seconds, "world_size": args.world_size}
+        progress["history"].append(row)
+        progress |= {"sums": torch.zeros_like(progress["sums"]), "seconds": 0.0}
+        save_checkpoint(args, model, optimizer, progress)
+        plumbing.print_epoch(args, progress)
 
-    A resumed run then sums in the same order as an uninterrupted one, and its results are bit-identical.
-    """
-    ddp_model.eval()  # leaves the statistics of BatchNorm layers unchanged
-    ddp_model(zeros).sum().backward()
-    ddp_model.zero_grad()
-    ddp_model.train()
-
-
-def resume_settings(args):
-    """Return the settings that a resumed run must share with the run that it continues."""
-    names = ("world_size", "dataset", "batch_size", "gradient_accumulation_steps", "seed", "precision")
-    return {name: getattr(args, name) for name in names}
-
-
-def lock(folder):
-    """Lock the folder until this process exits or is killed; return an error message or None."""
-    try:  # the file stays open on purpose: closing it would release the lock
-        folder.mkdir(parents=True, exist_ok=True)
-        fcntl.lockf(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return f"another run is writing to --output-dir {folder}: wait for its end, or choose another folder"
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # without locks there, continue
-            return f"cannot write to --output-dir {folder} ({error.strerror}): choose another folder"
-
-
-def read_checkpoint(args):
-    """Lock the output folder; return (checkpoint or None, error message or None). Never modifies a checkpoint."""
-    path = args.output_dir / "checkpoint.pt"
-    if error := lock(args.output_dir):
-        return None, error
-    if not path.exists():
-        return None, None
-    if not args.resume:
-        return None, f"{path} is from an earlier run: add --resume to continue it, or choose another --output-dir"
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        damage = zipfile.ZipFile(path).testzip()  # torch.load does not notice a flipped bit
-        epochs, settings = len(checkpoint["history"]), resume_settings(args)
-        changed = [f"{name} {old}" for name, old in checkpoint["settings"].items() if old != settings[name]]
-    except OSError as error:
-        return None, f"cannot read {path} ({error.strerror}): correct that, then continue with --resume"
-    except Exception as error:  # a damaged file makes torch.load raise almost anything
-        damage = repr(error)
-    if damage:
-        return None, f"{path} is damaged ({damage}): move it away to start over, or restore a good copy"
-    if changed:
-        return None, f"{path} is from a run with {', '.join(changed)}: use the same settings, or another --output-dir"
-    if epochs > args.epochs:
-        return None, f"{path} already contains {epochs} epochs: use --epochs {epochs} or more, not {args.epochs}"
-    return checkpoint, None
-
-
-def broadcast_checkpoint(args, device):
-    """Return the checkpoint that rank 0 reads and sends to all, or None; other nodes may not see the file yet."""
-    found = [read_checkpoint(args) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, device=device)
-    checkpoint, error = found[0]
-    if error:
-        fail(error)
-    return checkpoint
-
-
-def write(path, save):
-    """Write a file atomically: save(file) writes a temporary file, which is then renamed to `path`."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            save(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-        temporary.unlink(missing_ok=True)
-        fail(f"cannot write {path} ({error}): is the disk full, or your quota? Free some space, then use --resume")
-
-
-def start_vote():
-    """Ask all processes whether one of them got a signal; return the answer, and the request to wait for."""
-    vote = stop_requested.clone()
-    return vote, dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)
-
-
-def remaining_batches(args, sampler, position):
-    """Return the batches of indices that an epoch still has after position["step"] complete steps."""
-    batches = list(BatchSampler(sampler, args.batch_size, drop_last=True))
-    per_step = args.gradient_accumulation_steps
-    return batches[position["step"] * per_step : len(batches) // per_step * per_step]  # only complete steps
-
-
-def remaining_steps(args, sampler, history, position):
-    """Return the number of optimizer steps that this run still has to do."""
-    per_epoch = len(sampler) // (args.batch_size * args.gradient_accumulation_steps)
-    return (args.epochs - len(history)) * per_epoch - position["step"]
-
-
-def start_of_epoch(device):
-    """Return the position of a process before the first step of an epoch."""
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples: of this process, in this epoch so far
-    return {"step": 0, "seconds": 0.0, "sums": sums}
-
-
-def resume_position(checkpoint, device):
-    """Return the position of a process at the start of this run."""
-    position = start_of_epoch(device)
-    if checkpoint:
-        position |= {name: checkpoint["position"][name] for name in ("step", "seconds")}
-        if dist.get_rank() == 0:  # the saved sums are those of all processes together
-            position["sums"] += checkpoint["position"]["sums"].to(device)
-    return position
-
-
-def save_checkpoint(args, model, optimizer, history, position):
-    """Sum position["sums"] over all processes, which must all call this; on rank 0 write metrics.csv and checkpoint."""
-    sums = position["sums"].clone()
-    dist.all_reduce(sums)
-    if dist.get_rank() > 0:
-        return
-    rows = [history[0].keys(), *(row.values() for row in history)] if history else []
-    text = "".join(",".join(map(str, row)) + "\n" for row in rows)
-    write(args.output_dir / "metrics.csv", lambda file: file.write(text.encode()))
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "history": history}
-    state |= {"position": position | {"sums": sums}, "settings": resume_settings(args)}
-    write(args.output_dir / "checkpoint.pt", lambda file: torch.save(state, file))
-
-
-def print_header(args, device, checkpoint):
-    """Print what this run is, which ranks are on which node and, if it is resumed, where it continues."""
-    hosts = [None] * args.world_size
-    dist.all_gather_object(hosts, os.uname().nodename)
-    if dist.get_rank() > 0:
-        return
-    threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each"
-    nodes = int(os.environ["GROUP_WORLD_SIZE"])
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    where = f"{args.world_size} processes on {nodes} node{'s' if nodes > 1 else ''}, {backend} on {device.type}"
-    batch = args.world_size * args.batch_size * args.gradient_accumulation_steps
-    print(f"ConvNet on {args.dataset}: {where}, {threads}, global batch {batch}")
-    ranks = {host: [str(rank) for rank, name in enumerate(hosts) if name == host] for host in hosts}
-    print("ranks:", "; ".join(f"{host} {', '.join(numbers)}" for host, numbers in ranks.items()))
-    if checkpoint:
-        step = checkpoint["position"]["step"]
-        within = f", step {step}" if step else ""
-        print(f"continuing after epoch {len(checkpoint['history'])} of {args.epochs}{within}")
-
-
-def print_epoch(args, row):
-    """Print the metrics of an epoch in one line, on rank 0."""
-    if dist.get_rank() > 0:
-        return
-    losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
-    speed = f"{row['samples_per_second']:5.0f} samples/s | {row['seconds']:6.2f} s"
-    print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | test acc {row['test_accuracy']:7.2%} | {speed}")
-
-
-def make_profiler(args, steps):
-    """Return the profiler: with --profile it records 5 steps, after the first 3, and reports; else it does nothing.
-
-    Nor does it if a resumed run has fewer steps left: it has to end all the same.
-    """
-    if not args.profile or (args.resume and steps < 8):
-        return types.SimpleNamespace(step=lambda: None)
-    if steps < 8:
-        fail(f"--profile needs 8 steps, and this run has {steps} to do: raise --epochs, or lower --batch-size")
-    if not torch.cuda.is_available():
-        os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else it logs an error: no GPU
-    schedule = torch.profiler.schedule(wait=1, warmup=2, active=5, repeat=1)
-    return torch.profiler.profile(schedule=schedule, on_trace_ready=functools.partial(report_profile, args))
-
-
-def report_profile(args, profiler):
-    """Write this process's trace; print on rank 0 what the time of a step goes to, as a mean over all processes."""
-    folder, rank = args.output_dir / "profile", dist.get_rank()
-    torch.profiler.tensorboard_trace_handler(str(folder), f"rank{rank}")(profiler)
-    found = [None] * args.world_size
-    dist.all_gather_object(found, shares_of_a_step(profiler.events()))
-    if rank > 0:
-        return
-    seconds, data, network, computing = (sum(values) / args.world_size for values in zip(*found, strict=True))
-    print(f"profile: a step takes {seconds:.3f} s, the mean of 5 steps and of all processes; traces: {folder}")
-    other = 1 - data - network - computing
-    shares = {"waits for data": data, "waits for the network": network, "computes": computing}
-    for name, share in (shares | {"does other things": other}).items():
-        print(f"profile: {name:21} {share:6.1%}")
-    advice = "computing takes most of it: more processes, --precision bf16, a smaller model"
-    if data > max(network, 0.2):
-        advice = "reading data is too slow: more workers or cores, smaller files, a faster disk"
-    elif network > 0.2:
-        advice = "the network or a slower process is waited for: a larger --batch-size means fewer exchanges"
-    elif other > computing:
-        advice = "starting the work, evaluation or saving takes most of it: a larger --batch-size"
-    print(f"profile: {advice}")
-
-
-def shares_of_a_step(events):
-    """Return the seconds of a step, and its shares that wait for data, wait for the network, and compute.
-
-    What happens at the same time counts once: as computing, else as the network, else as data.
-    """
-    steps, data, network, computing = [], [], [], []
-    gpu = any(event.device_type == torch.autograd.DeviceType.CUDA for event in events)
-    for event in events:
-        span, name = (event.time_range.start, event.time_range.end), event.name
-        if gpu and event.device_type == torch.autograd.DeviceType.CUDA:
-            if not event.is_user_annotation:
-                (network if "nccl" in name.lower() else computing).append(span)
-        elif name.startswith("ProfilerStep"):
-            steps.append(span)
-        elif name.startswith("enumerate(DataLoader)"):
-            data.append(span)
-        elif not gpu and name.startswith("gloo:"):
-            network.append(span)
-        elif not gpu and name.startswith(("aten::", "autograd::", "DistributedDataParallel", "Optimizer.step")):
-            computing.append(span)
-    total = covered(steps)
-    busy = [covered(computing), covered(computing + network), covered(computing + network + data)]
-    shares = [(busy[2] - busy[1]) / total, (busy[1] - busy[0]) / total, busy[0] / total]
-    return [total / len(steps) / 1e6, *shares]
-
-
-def covered(spans):
-    """Return the length of what is covered by at least one of these (start, end)."""
-    length, reached = 0, float("-inf")
-    for start, end in sorted(spans):
-        length += max(0, end - max(start, reached))
-        reached = max(reached, end)
-    return length
-
-
-def print_usage(history):
-    """Print on rank 0 what all processes together have used: what `seff` says, which not every cluster has."""
-    busy = sum(os.times()[:4])  # time of a core, in seconds
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    used = [None] * dist.get_world_size()
-    dist.all_gather_object(used, (busy, memory, torch.cuda.max_memory_allocated() / 2**20))
-    if dist.get_rank() > 0:
-        return
-    busy, memory, gpu = zip(*used, strict=True)
-    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) * int(os.environ.get("SLURM_NTASKS", 1))
-    cores = cores or len(os.sched_getaffinity(0))
-    start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-    seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - start
-    text = f"used: {seconds:.0f} s, {sum(busy) / seconds / cores:.0%} of {cores} cores, {max(memory):.0f} MB a process"
-    text += f", {max(gpu):.0f} MB of a GPU" * (max(gpu) > 0)
-    if history:
-        samples = sum(row["samples_per_second"] * row["seconds"] for row in history)
-        text += f", {samples / sum(row['seconds'] for row in history):.0f} samples/s"
-    print(text)
-
-
-def shut_down(message):
-    """Wait for all processes, print the message on rank 0, leave the process group, and end this process."""
-    dist.barrier()  # ddp: rank 0 may still be writing; srun --wait ends it some time after the others
-    if dist.get_rank() == 0:
-        print(message)
-    dist.destroy_process_group()  # ddp: disconnect
-    os._exit(0)  # skip interpreter shutdown, during which Gloo's threads can abort the process
+    # Finish.
+    if rank == 0:
+        plumbing.write(args.output_dir / "model.pt", lambda file: torch.save(model.cpu().state_dict(), file))
+    accuracy = progress["history"][-1]["test_accuracy"]
+    plumbing.finish(args, progress, f"finished: test acc {accuracy:.2%}, model in {args.output_dir / 'model.pt'}")
 
 
 if __name__ == "__main__":

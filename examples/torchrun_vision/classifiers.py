@@ -1,10 +1,11 @@
-"""Image classifiers of torchvision: with any number of classes, weights from a file, gradient checkpointing."""
+"""Image classifiers of torchvision: any classes, weights from a file, BatchNorm over processes, checkpointing."""
 
 import contextlib
 import functools
 import re
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchvision import models
@@ -14,12 +15,10 @@ from common.data import DataError
 NAMES = models.list_models(module=models)
 
 
-def make(name, classes, image_size, weights=None, new_head=False):
-    """Return a classifier, with the weights in the file `weights` if it is given: a state dict, such as torchvision's.
+def make(name, classes, image_size):
+    """Return a classifier, with random weights. Raises DataError if the images are too small for it.
 
-    It maps images (B, 3, image_size, image_size) to logits (B, classes). With `new_head` the last layer keeps its
-    random weights if the file has other classes. Raises DataError if the file cannot be read or does not fit, or if
-    the images are too small for the model.
+    It maps images (B, 3, image_size, image_size) to logits (B, classes).
     """
     options = {}
     if name in ("googlenet", "inception_v3"):
@@ -33,14 +32,15 @@ def make(name, classes, image_size, weights=None, new_head=False):
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"--model {name} cannot take images of --image-size {image_size} ({reason}): try 224") from None
-    model.train()
-    if weights:
-        load_weights(model, name, classes, weights, new_head)
-    return model
+    return model.train()
 
 
-def load_weights(model, name, classes, path, new_head):
-    """Load the weights in a file into the model, see `make`."""
+def load_weights(model, name, path, new_head):
+    """Load the weights in a file, a state dict such as torchvision's, into the model of this name.
+
+    With `new_head` the last layer keeps its weights if the file has other classes. Raises DataError if the file cannot
+    be read or does not fit.
+    """
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
         # Of torchvision's files some are older than its modules: other names in DenseNet, outputs that are left out
@@ -58,13 +58,24 @@ def load_weights(model, name, classes, path, new_head):
     if other:
         raise DataError(f"--weights {path} is not of {name}, see {other[0]}: choose the --model that it is of")
     if different and not new_head:
-        theirs = len(weights[different[-1]])
+        theirs, ours = (len(tensors[different[-1]]) for tensors in (weights, own))
         raise DataError(
-            f"--weights {path} is for {theirs} classes, and --data-dir has {classes}: with --new-head the last layer "
+            f"--weights {path} is for {theirs} classes, and --data-dir has {ours}: with --new-head the last layer "
             "starts anew"
         )
     kept = {key: weight for key, weight in weights.items() if key not in different}
     model.load_state_dict(kept, strict=False)
+
+
+def average_statistics(model):
+    """Average BatchNorm's running statistics, with which a model is evaluated, over all processes."""
+    running = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if running and dist.get_world_size() > 1:
+        flat = torch.cat([buffer.flatten() for buffer in running])  # one message instead of dozens
+        dist.all_reduce(flat)
+        means = (flat / dist.get_world_size()).split([buffer.numel() for buffer in running])
+        for buffer, mean in zip(running, means, strict=True):
+            buffer.copy_(mean.view_as(buffer))
 
 
 def compute_blocks_twice(model):

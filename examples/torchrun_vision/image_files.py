@@ -6,8 +6,12 @@
 small ones.
 """
 
+import contextlib
+import ctypes
+import functools
 import os
 import shutil
+import signal
 import tarfile
 import tempfile
 from pathlib import Path, PurePosixPath
@@ -42,10 +46,14 @@ def normalise(images, dtype):
 
     This is done on the device: until then a pixel is one byte, which a loader worker has to move, not four.
     """
-    mean, std = (
-        torch.tensor(values, device=images.device, dtype=dtype).view(1, 3, 1, 1) * 255 for values in (MEAN, STD)
-    )
+    mean, std = mean_and_std(images.device, dtype)
     return images.to(dtype).sub_(mean).div_(std)
+
+
+@functools.cache
+def mean_and_std(device, dtype):
+    """Return MEAN and STD (1, 3, 1, 1) of pixel values, made once: copying them would stop a GPU in each step."""
+    return [torch.tensor(values, device=device, dtype=dtype).view(1, 3, 1, 1) * 255 for values in (MEAN, STD)]
 
 
 class Images(Dataset):
@@ -82,6 +90,30 @@ class Images(Dataset):
             raise DataError(f"{where}/{path} is damaged ({reason}): replace it, or remove it") from None
         torch.manual_seed(seed)  # of this process: v2's transforms use PyTorch's random numbers
         return self.transform(image), int(self.labels[index])
+
+
+def with_seeds(sampler, seed, epoch):
+    """Return the sampler's indices as keys of Images, each with a seed of its own for each epoch, counted from 0."""
+    first = (seed * 10**4 + epoch + 1) * len(sampler.dataset)
+    return [(index, (first + index) % 2**32) for index in sampler]
+
+
+def prepare_worker(_):
+    """Have a loader worker end with its parent, and ignore SIGTERM, at which the parent still has to save.
+
+    DataLoader has given it a handler, and SLURM may send the signal to all processes of a job.
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def errors_to(fail):
+    """Call fail(message) at a DataError; one of a loader worker comes with a traceback, whose last line it is."""
+    try:
+        yield
+    except DataError as error:
+        fail(str(error).strip().rpartition("\n")[2].removeprefix("common.data.DataError: "))
 
 
 def load(path, size):

@@ -1,39 +1,21 @@
-"""The fixtures: a SLURM of two nodes on this machine, and the jobs that others are compared with."""
+"""The fixtures: the jobs that others are compared with."""
 
-import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lab import Lab, why_not
-from tests.harness import runs
-from tests.harness.jobs import (
-    CPUS,
+from harness import runs
+from harness.jobs import (
     EPOCHS,
-    GPUS,
-    NODES,
     all_nodes,
     assert_completed,
-    on_this_machine_only,
     submit,
     two_processes,
 )
-from tests.harness.launchers import LAUNCHERS, copy_example
-from tests.harness.runs import Reference
-
-
-@pytest.fixture(scope="session")
-def lab(session_folder: Path) -> Iterator[Lab]:
-    """A running lab that ends with this process, whatever happens to it."""
-    if reason := why_not():
-        pytest.skip(reason)
-    shared = on_this_machine_only(session_folder, Path(sys.prefix))
-    with Lab(NODES, CPUS, GPUS, name=f"test{os.getpid()}", share=shared) as lab:
-        python = lab.run([sys.executable, "--version"], cwd="/")
-        assert python.returncode == 0, f"user {lab.user}, who runs jobs, cannot use {sys.executable}: {python.stderr}"
-        yield lab
+from harness.launchers import LAUNCHERS, copy_example
+from harness.runs import Reference
+from lab import Lab
 
 
 @pytest.fixture(scope="session")

@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
+from harness.launchers import ROOT
+from harness.processes import clean_environment
 from lab import why_not
-from tests.harness.launchers import ROOT
-from tests.harness.processes import clean_environment
 
-pytestmark = [pytest.mark.slurm, pytest.mark.faults, pytest.mark.only("torchrun_multinode")]
+pytestmark = [pytest.mark.slurm, pytest.mark.runs("weekly"), pytest.mark.only("torchrun_multinode")]
 IN_LAB = pytest.param("job", marks=pytest.mark.skipif(bool(why_not()), reason=str(why_not())))
 
 
 @pytest.mark.parametrize("name", ["local", IN_LAB])
 def test_compare(example: str, tmp_path: Path, name: str) -> None:
     """On this machine and in the lab: the same bits and losses, plausible costs in a table, a picture."""
+    from benchmarks import report  # here, since it imports matplotlib
+
     words = [sys.executable, "-m", "benchmarks.measure", name, "--examples", example, "--output", tmp_path]
     done = subprocess.run(words, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,6 +5,7 @@ debootstrap has made, since there is no registry of images here, and the image i
 """
 
 import pwd
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,12 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
-from lab import Lab, tree
-from lab.config import Plan
-from tests.harness import outputs, readme
-from tests.harness.jobs import (
+from harness import outputs, readme
+from harness.jobs import (
     EPOCHS,
     all_nodes,
     array_of_three,
@@ -33,47 +31,63 @@ from tests.harness.jobs import (
     submit,
     two_processes,
 )
-from tests.harness.launchers import ROOT, copy_example
-from tests.harness.notebooks import Server, start
-from tests.harness.runs import Reference
+from harness.launchers import HOROVOD, ROOT, copy_example
+from harness.notebooks import Server, start
+from harness.runs import Reference, locked
+from lab import Lab, tree
+from lab.config import Plan
 
-pytestmark = [pytest.mark.slurm, pytest.mark.faults]
+pytestmark = [pytest.mark.slurm, pytest.mark.runs("weekly"), pytest.mark.timeout(3600)]
 UNCOMPRESSED = "-noI -noD -noF -noX"
 HERE = "`python -m lab tree trixie` has it, and test_other_slurm.py runs these tests there"
 
 
-def as_user(*words: str) -> list[str]:
-    """Return a command that the lab's user runs outside of the lab, where the internet is."""
+def as_user(home: Path, *words: str) -> list[str]:
+    """Return a command that the lab's user runs outside of the lab, where the internet is, in a home folder for tests.
+
+    Apptainer goes by the home folder that /etc/passwd names, unless it is told.
+    """
     account = pwd.getpwuid(int(Plan().account()["uid"]))
     user = ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--init-groups"]
-    return [*user, "env", f"HOME={account.pw_dir}", f"USER={account.pw_name}", *words]
+    places = [f"APPTAINER_CONFIGDIR={home}/.apptainer", f"APPTAINER_CACHEDIR={home}/.apptainer/cache"]
+    return [*user, "env", f"HOME={home}", f"USER={account.pw_name}", *places, *words]
 
 
-@pytest.fixture(scope="session")
-def base(lab: Lab) -> Path:
-    """A folder with Debian and Python in the place of python:3.11-slim-bookworm; made once, and kept."""
+def why_not_here() -> str | None:
+    """Say why no image can be built on this machine, whose lab can start; None where it can."""
     if not shutil.which("apptainer"):
-        pytest.skip(f"needs Apptainer: {HERE}")
-    if reason := tree.why_not("container-base"):
-        pytest.skip(reason)
+        return f"needs Apptainer: {HERE}"
     try:
         pwd.getpwuid(int(Plan().account()["uid"]))
     except KeyError:
-        pytest.skip(f"needs an ordinary user who owns this folder, or is called student: {HERE}")
-    folder = tree.default_folder() / "container-base"
-    folder.parent.mkdir(exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not (folder / "complete").exists():
-            shutil.rmtree(folder, ignore_errors=True)
+        return f"needs an ordinary user who owns this folder, or is called student: {HERE}"
+    return None
+
+
+@pytest.fixture(scope="session")
+def base(lab: Lab, session_folder: Path) -> Path:
+    """A folder of the user's with Debian and Python in the place of python:3.11-slim-bookworm.
+
+    It is a copy of one that is made once, and kept where root alone can change it.
+    """
+    if reason := why_not_here() or tree.why_not("container-base"):
+        pytest.skip(reason)
+    kept, folder = tree.open_folder(tree.default_folder()) / "container-base", session_folder / "container-base"
+    with locked(Path(f"{kept}.lock")):
+        for path in kept, kept / "complete":
+            tree.check_owner(path)
+        if not (kept / "complete").exists():
+            shutil.rmtree(kept, ignore_errors=True)
             packages = "ca-certificates,python3,python3-dev,python3-venv"
-            words = ["debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", str(folder)]
+            words = ["debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", str(kept)]
             subprocess.run([*words, tree.find_mirror()], check=True, stdout=subprocess.DEVNULL, timeout=600)
-            tree.copy_settings(folder, tree.SETTINGS)
-            shutil.rmtree(folder / "dev")  # devices, which an ordinary user cannot copy
-            (folder / "dev").mkdir()
-            (folder / "complete").touch()
-        if folder.stat().st_uid != Plan().account()["uid"]:
-            hand_over(folder)
+            tree.copy_settings(kept, tree.SETTINGS)
+            shutil.rmtree(kept / "dev")  # devices, which an ordinary user cannot copy
+            (kept / "dev").mkdir()
+            (kept / "complete").touch()
+        if not folder.exists():
+            shutil.copytree(kept, session_folder / "base-part", symlinks=True)
+            hand_over(session_folder / "base-part").rename(folder)
     return folder
 
 
@@ -81,12 +95,15 @@ def base(lab: Lab) -> Path:
 def image(source: Path, base: Path, session_folder: Path) -> Path:
     """The image that the example's container.def describes: 6 GB, which pytest removes if all tests pass."""
     folder = session_folder / "image" / source.name
-    with FileLock(f"{session_folder}/image.lock"):
+    with locked(session_folder / "image.lock"):
         if not (folder / "example.sif").exists():
             hand_over(copy_example(source, folder))
             words = ["apptainer", "build", "--mksquashfs-args", UNCOMPRESSED, "--build-arg", "BOOTSTRAP=localimage"]
             words += ["--build-arg", f"FROM={base}", "example.sif", "container.def"]
-            done = subprocess.run(as_user(*words), cwd=folder, capture_output=True, text=True, timeout=1500)
+            home = session_folder / "home"
+            home.mkdir(exist_ok=True)
+            words = as_user(hand_over(home), *words)
+            done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=1500)
             assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return folder / "example.sif"
 
@@ -102,7 +119,7 @@ def test_shipped_job(
     assert_completed(small, 1, processes=2)
     print(job.log)
     outputs.assert_same_run(job.output, shipped_job().output)
-    if example.startswith("horovod_"):
+    if example in HOROVOD:
         assert "4 processes on 2 nodes, mpi on cpu" in job.log
 
 
@@ -130,7 +147,7 @@ def test_notebook(example: str, source: Path, lab: Lab, image: Path, tmp_path: P
     # The lab, where an ordinary user can mount images, has no internet: the packages are fetched before.
     fetch = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:", "--python-version=3.11"]
     fetch += ["-r", "requirements.txt", "-d", "wheels", "overrides", "typing_extensions"]  # the last: before 3.12, 3.13
-    subprocess.run([sys.executable, "-m", "uv", "pip", "install", "-q", "pip"], check=True)
+    subprocess.run([sys.executable, "-m", "uv", "pip", "install", "-q", "pip"], check=True, timeout=300)
     subprocess.run(fetch, cwd=folder, check=True, timeout=300)
     hand_over(folder)
     local = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder / "wheels")}
@@ -182,9 +199,7 @@ def test_what_it_sees(example: str, source: Path, lab: Lab, image: Path) -> None
 
 def test_refused(example: str, source: Path, lab: Lab, base: Path, tmp_path: Path) -> None:
     """No such file, one that is no image, an image without what train.py imports: one line each, before srun."""
-    module = {"horovod_cpu": "horovod", "horovod_lightning": "lightning", "horovod_tensorflow": "tensorflow"}.get(
-        example, example if example in ("deepspeed", "lightning") else "torch"
-    )
+    module = re.search(r"^prepare (\w+)", (source / "run.slurm").read_text(), re.MULTILINE)[1]
     (tmp_path / "text.sif").write_text("not an image")
     other = tmp_path / "other.sif"  # a folder can be an image as well
     shutil.copytree(base, other, symlinks=True)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from harness import edits, outputs
+from harness.jobs import assert_completed, submit, two_processes
+from harness.launchers import copy_example
+from harness.runs import Reference
 from lab import Lab
-from tests.harness import edits, outputs
-from tests.harness.jobs import assert_completed, submit, two_processes
-from tests.harness.launchers import copy_example
-from tests.harness.runs import Reference
 
 pytestmark = pytest.mark.slurm
 SITE = "2.15.0+site"
@@ -41,8 +41,8 @@ def write_module(folder: Path) -> dict[str, str]:
     return {"BASH_FUNC_module%%": f'() {{ [ "$*" = "load pytorch" ] && {paths}; }}'}
 
 
-@pytest.mark.faults
-@pytest.mark.clause("pytorch")
+@pytest.mark.runs("weekly")
+@pytest.mark.only("pytorch")
 def test_site_module(
     example: str, source: Path, lab: Lab, two_process_job: Callable[[], Reference], tmp_path: Path
 ) -> None:
@@ -50,11 +50,10 @@ def test_site_module(
     module = write_module(tmp_path / "module")
     folder = copy_example(source, tmp_path / example)
     make = "module load pytorch && python -m venv --system-site-packages --without-pip .venv"
-    subprocess.run(["bash", "-ec", make], cwd=folder, env=os.environ | module, check=True)
+    subprocess.run(["bash", "-ec", make], cwd=folder, env=os.environ | module, check=True, timeout=120)
     edits.edit(folder / "run.slurm", "# module load pytorch  ", "module load pytorch  ")
-    edits.edit(
-        folder / "train.py", "\nimport torch\n", "\nimport torch\nprint('uses', torch.__version__, sys.prefix)\n"
-    )
+    note = "print('uses', torch.__version__, __import__('sys').prefix)\n"
+    edits.edit(folder / "train.py", "\nimport torch\n", f"\nimport torch\n{note}")
     variables = {"VENV": ".venv", **module}
     job = submit(lab, example, folder, options=two_processes(source), **variables)
     assert_completed(job, 5, processes=2)

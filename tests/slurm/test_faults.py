@@ -1,4 +1,4 @@
-"""The fault matrix: each fault on each job ends as the README says; resumed, the job has the same bits."""
+"""The fault matrix: each fault on each job ends as docs/faults.md says; resumed, the job has the same bits."""
 
 import os
 import re
@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lab import Lab, why_not
-from tests.harness import outputs
-from tests.harness.jobs import (
+from harness import outputs
+from harness.jobs import (
     CPUS,
     EPOCHS,
     GPUS,
@@ -33,23 +32,27 @@ from tests.harness.jobs import (
     submit,
     two_processes,
 )
-from tests.harness.launchers import EXAMPLES, LAUNCHERS, ROOT
-from tests.harness.processes import wait_until, with_framework
-from tests.harness.runs import Reference
+from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
+from harness.processes import ASK_SLURM, wait_until, with_framework
+from harness.runs import Reference
+from lab import Lab, why_not
 
 pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture(scope="module")
 def disk(session_folder: Path) -> Iterator[Path]:
-    """A file system of its own, of 64 MB, which a test may fill."""
+    """A file system of its own, of 512 MB, which a test may fill; a checkpoint of resnet18 has 128 MB."""
     if reason := why_not():
         pytest.skip(reason)
     path = session_folder / f"disk{os.getpid()}"
     path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", path], check=True)
-    yield path
-    subprocess.run(["umount", path], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512m", "tmpfs", path], check=True, timeout=60)
+    # It waits for the end of its input, and so of this process, however that ends; Ctrl-C is for this one alone.
+    unmount = ["sh", "-c", 'cat; umount --lazy "$0"', path]
+    with subprocess.Popen(unmount, stdin=subprocess.PIPE, cwd="/", start_new_session=True) as after:
+        yield path
+    assert after.returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,7 @@ def last_node(job: Job) -> str:
 
 def interrupted(job: Job) -> None:
     """Wait until SLURM has taken the job off its nodes: 20 s without an answer here, 300 s by default."""
-    wait_until(lambda: job.shown["JobState"] != "RUNNING", 150, "the end of the job that lost a node")
+    wait_until(lambda: job.shown["JobState"] != "RUNNING", 300, "the end of the job that lost a node", ASK_SLURM)
 
 
 def kill_all(job: Job) -> None:
@@ -78,7 +81,8 @@ def kill_all(job: Job) -> None:
 
 def fill(job: Job) -> None:
     """Fill the disk that the job writes to."""
-    done = subprocess.run(["dd", "if=/dev/zero", f"of={job.output.parent / 'full'}", "bs=64k"], capture_output=True)
+    words = ["dd", "if=/dev/zero", f"of={job.output.parent / 'full'}", "bs=64k"]
+    done = subprocess.run(words, capture_output=True, timeout=60)
     assert b"No space left" in done.stderr
 
 
@@ -99,7 +103,7 @@ def truncate(job: Job) -> None:
     for path in job.output.glob(LAUNCHERS[job.name].checkpoint):
         os.truncate(path, path.stat().st_size // 2)
     job.lab.requeue(job.id)
-    wait_until(lambda: not job.ended, 30, "the job's return to the queue")
+    wait_until(lambda: not job.ended, 300, "the job's return to the queue", ASK_SLURM)
 
 
 def move_away(job: Job) -> None:
@@ -135,7 +139,7 @@ class Fault:
     restarts: bool = False  # whether the job has to start over, since the fault took its checkpoint
     sleep: int = 2  # seconds that each epoch of the job's first start takes longer
     elsewhere: bool = False  # whether other tests do nearly the same with 2 processes
-    ordinary: bool = False  # whether `nox -s slurm` tests it with one example, too, and not `nox -s faults` alone
+    ordinary: bool = False  # whether `nox -s slurm` tests it with one example, too, and not `nox -s weekly` alone
 
 
 FAULTS = {
@@ -149,7 +153,7 @@ FAULTS = {
     "checkpoint truncated": Fault(truncate, "is damaged", move_away, restarts=True),
     "output folder removed": Fault(remove_output, "cannot write .*No such file", retried=True, restarts=True),
 }
-CELLS = [pytest.param(fault, marks=[pytest.mark.faults] * (not row.ordinary)) for fault, row in FAULTS.items()]
+CELLS = [pytest.param(fault, marks=[pytest.mark.runs("weekly")] * (not row.ordinary)) for fault, row in FAULTS.items()]
 
 
 def recovers(fault: str, example: str) -> bool | None:
@@ -164,23 +168,30 @@ def loses_no_step(fault: str, example: str) -> bool:
 
 
 def table() -> str:
-    """Return the matrix as the README shows it: examples that do the same have one column."""
+    """Return the matrix as docs/faults.md shows it: for those that start dead processes again, and for the others.
+
+    Whether an example does so, its run.slurm says. So the titles name no example, and stay when one is added.
+    """
     words = {True: "recovers", False: "fails, resumable", None: "depends on timeouts"}
-    columns: dict[tuple[str, ...], list[str]] = {}
+    restarted, others = [], []
     for name in EXAMPLES:
+        again = "--max-restarts=1 " in (ROOT / "examples" / name / "run.slurm").read_text()
+        assert again == LAUNCHERS[name].job_recovers, name
         cells = [words[recovers(fault, name)] + ", 0 steps lost" * loses_no_step(fault, name) for fault in FAULTS]
-        columns.setdefault(tuple(cells), []).append(name)
-    rows = [("fault", *(", ".join(names) for names in columns.values())), ("---",) * (len(columns) + 1)]
-    rows += zip(FAULTS, *columns, strict=True)
+        column = restarted if again else others
+        column[:] = column or cells
+        assert column == cells, f"{name} differs from the others in its column: it needs one of its own"
+    titles = ("fault", "`--max-restarts=1` in run.slurm", "the other examples")
+    rows = [titles, ("---",) * 3, *zip(FAULTS, restarted, others, strict=True)]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def test_readme_has_the_matrix() -> None:
-    """The README's table is the one that these tests hold."""
-    assert table() in (ROOT / "README.md").read_text(), f"put this into README.md:\n{table()}"
+def test_page_has_the_matrix() -> None:
+    """The table in docs/faults.md is the one that these tests hold."""
+    assert table() in (ROOT / "docs" / "faults.md").read_text(), f"put this into docs/faults.md:\n{table()}"
 
 
-@pytest.mark.thorough
+@pytest.mark.runs("one")
 @pytest.mark.parametrize("fault", CELLS)
 def test_fault(
     fragile: Lab,
@@ -205,15 +216,16 @@ def test_fault(
         hand_over(disk / example)
         (folder / "output").symlink_to(disk / example)
     job = submit(fragile, example, folder, "--timeout", str(20 + row.sleep), options=options)
-    job.wait_for_line("epoch  1/")
+    job.wait_for_epoch(1)
     saved, shards = LAUNCHERS[example].checkpoint.split("/")[0], "/" in LAUNCHERS[example].checkpoint
     saved += "/run.json" * shards  # which is there when all shards are
-    wait_until(lambda: [*job.output.glob(saved)], 30, "the checkpoint, which may be written in the background")
+    wait_until(lambda: [*job.output.glob(saved)], 300, "the checkpoint")
     start, before = time.monotonic(), len(job.log)
     row.inflict(job)
     going_on = recovers(fault, example)
     if going_on is None:
-        wait_until(lambda: job.shown["JobState"] not in ("RUNNING", "COMPLETING"), 60, "what SLURM makes of it")
+        running = ("RUNNING", "COMPLETING")
+        wait_until(lambda: job.shown["JobState"] not in running, 60, "what SLURM makes of it", ASK_SLURM)
         going_on = not job.ended
     if not going_on:
         again = LAUNCHERS[example].job_recovers or fault == "checkpoint truncated"
@@ -226,5 +238,5 @@ def test_fault(
     assert_completed(job, EPOCHS, processes=None if row.elsewhere else 2)
     assert job.log.count(LAUNCHERS[example].first_line) >= 2 and ("continuing after epoch" in job.log) != row.restarts
     if loses_no_step(fault, example):
-        assert_no_step_lost(job, requeued=fault == "preempted")
+        assert_no_step_lost(job)
     outputs.assert_same_run(job.output, (shipped_job if row.elsewhere else two_process_job)().output)

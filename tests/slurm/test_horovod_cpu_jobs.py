@@ -2,17 +2,15 @@
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from harness import edits, samples
+from harness.jobs import SETTINGS, Job, hand_over, stub, submit, two_processes, wait_for_start
+from harness.launchers import copy_example
+from harness.processes import ASK_SLURM, wait_until
 from lab import Lab
-from tests.harness import samples
-from tests.harness.jobs import SETTINGS, Job, hand_over, stub, submit, two_processes, wait_for_start
-from tests.harness.launchers import copy_example
-from tests.harness.processes import wait_until
-from tests.harness.runs import Reference
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("horovod_cpu")]
 # Instead of train.py: one task of each node, of which the second comes to the fence 5 s late.
@@ -36,13 +34,6 @@ def assert_completed(job: Job) -> None:
     assert job.shown["JobState"] == "COMPLETED", f"{job.shown}\n{job.log}"
 
 
-@pytest.mark.only("horovod_cpu", "horovod_lightning", "horovod_tensorflow")
-def test_mpi_on_two_nodes(example: str, shipped_job: Callable[[], Reference]) -> None:
-    """The shipped script: 4 ranks on 2 nodes over MPI, with the cores that SLURM has given to each."""
-    log = shipped_job().stdout
-    assert "ConvNet on digits: 4 processes on 2 nodes, mpi on cpu, 2 threads each, global batch 256" in log
-
-
 def test_every_node_waits_for_the_others(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """run.slurm has PMIx hold each node until all have come, as MPI_Init needs: SLURM's default fence does not.
 
@@ -64,7 +55,7 @@ def test_srun_without_pmi(example: str, source: Path, lab: Lab, tmp_path: Path) 
     """Plain srun, which tells MPI nothing: every task refuses with the same line, and none trains alone."""
     folder = hand_over(copy_example(source, tmp_path / example))
     command = ["srun", "--nodes=2", "--ntasks-per-node=2", f"{SETTINGS['VENV']}/bin/python", "train.py"]
-    done = lab.run(command, cwd=folder)
+    done = lab.run(command, cwd=folder, timeout=300)
     errors = [line for line in done.stderr.splitlines() if line.startswith("train.py: error: ")]
     assert done.returncode != 0 and len(errors) == 4 and len(set(errors)) == 1, done.stderr
     assert "--mpi=pmix" in errors[0]
@@ -88,7 +79,7 @@ def test_language_model_and_staged_images(example: str, source: Path, lab: Lab, 
     assert "ConvNet on mnist: 4 processes on 2 nodes" in images.log
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_language_model_with_staged_text(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """SCRIPT=train_lm.py and STAGE=1: the text is copied once per node, read there, and removed at the end."""
     folder = copy_example(source, tmp_path / example)
@@ -128,10 +119,9 @@ def test_staged_data_is_removed(example: str, source: Path, lab: Lab, tmp_path: 
     assert not staged(lab, job.id)
 
     os.mkfifo(folder / "data" / "endless")  # nobody writes to it: a copy of what is in it does not end
-    script = (folder / "run.slurm").read_text()
-    (folder / "run.slurm").write_text(script.replace("cp -rT", "cp -rT --copy-contents"))
+    edits.edit(folder / "plumbing.sh", "cp -rT", "cp -rT --copy-contents")
     copying = submit(lab, example, folder, STAGE="1")
-    wait_until(lambda: staged(lab, copying.id), 60, "the beginning of the copy")
+    wait_until(lambda: staged(lab, copying.id), 300, "the beginning of the copy", ASK_SLURM)
     copying.cancel()
     assert not staged(lab, copying.id) and "copied" not in copying.log
 
@@ -142,14 +132,24 @@ def test_staged_data_is_removed(example: str, source: Path, lab: Lab, tmp_path: 
         assert "run.slurm: error: the data could not be copied to all nodes" in broken.log, broken.log
         assert not staged(lab, broken.id)
 
+    # What somebody else has put where the copy would be is not written to; the job fails.
+    name = f"/tmp/data-{int(broken.id) + 1}"
+    lab.run(["sh", "-c", f"mkdir -m 777 {name} && chown nobody {name}"], node="node1", user="root", check=True)
+    (folder / "few").mkdir()
+    (folder / "few" / "book.txt").write_text(TEXT)
+    planted = submit(lab, example, folder, STAGE="1", DATA_DIR="few")
+    assert name.endswith(f"-{planted.id}") and planted.wait().shown["JobState"] == "FAILED"
+    assert "run.slurm: error: the data could not be copied to all nodes" in planted.log, planted.log
+    assert lab.run(["ls", "-A", name], node="node1", check=True).stdout == ""
 
-@pytest.mark.faults
+
+@pytest.mark.runs("weekly")
 def test_in_an_allocation(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """The README's `salloc`, and in its shell `srun --mpi=pmix`: all four processes train together."""
     folder = hand_over(copy_example(source, tmp_path / example))
     srun = "SLURM_PMIX_FENCE=ring srun --mpi=pmix --cpus-per-task=2 python train.py --epochs 2"
     shell = f"source {SETTINGS['VENV']}/bin/activate && {srun}"
     words = ["salloc", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2", "bash", "-c", shell]
-    done = lab.run(words, cwd=folder, env=SETTINGS)
+    done = lab.run(words, cwd=folder, env=SETTINGS, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 processes on 2 nodes, mpi on cpu, 2 threads each" in done.stdout and "finished" in done.stdout

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.jobs import CPUS, GPUS, NODES, assert_completed, on_this_machine_only, submit, two_processes
+from harness.launchers import copy_example
 from lab import Lab
-from tests.harness.jobs import CPUS, GPUS, NODES, assert_completed, on_this_machine_only, submit, two_processes
-from tests.harness.launchers import copy_example
 
 pytestmark = pytest.mark.slurm
 
@@ -24,7 +24,7 @@ def badly_named(session_folder: Path) -> Iterator[Lab]:
         yield lab
 
 
-@pytest.mark.thorough
+@pytest.mark.runs("one")
 def test_host_names(example: str, source: Path, badly_named: Lab, tmp_path: Path) -> None:
     """A job trains where the first node's name is a loopback address, and where no node's name resolves at all."""
     lab = badly_named

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lab import Lab
-from tests.harness import edits, outputs, runs
-from tests.harness.jobs import (
+from harness import edits, outputs, runs
+from harness.jobs import (
     EPOCHS,
-    NODES,
     Job,
     all_nodes,
     assert_completed,
@@ -25,11 +23,19 @@ from tests.harness.jobs import (
     submit_four,
     two_processes,
 )
-from tests.harness.launchers import LAUNCHERS, ROOT, copy_example
-from tests.harness.processes import wait_until
-from tests.harness.runs import Reference
+from harness.launchers import EXAMPLES, HOROVOD, LAUNCHERS, ROOT, copy_example
+from harness.processes import ASK_SLURM, wait_until
+from harness.runs import Reference
+from lab import Lab
 
 pytestmark = pytest.mark.slurm
+HEADERS = {
+    name: {option: header(ROOT / "examples" / name, option) for option in ("nodes", "ntasks-per-node")}
+    for name in EXAMPLES
+}
+ON_SEVERAL_NODES = [name for name in EXAMPLES if HEADERS[name]["nodes"] > 1]
+# The one task of a node starts the workers. With more tasks srun itself starts each worker.
+WITH_STARTERS = [name for name in EXAMPLES if HEADERS[name]["ntasks-per-node"] == 1]
 
 
 def test_shipped_job(example: str, shipped_job: Callable[[], Reference]) -> None:
@@ -37,16 +43,22 @@ def test_shipped_job(example: str, shipped_job: Callable[[], Reference]) -> None
     assert LAUNCHERS[example].has_learnt(outputs.read_metrics(shipped_job().output)[-1], tolerance=0.01)
 
 
-@pytest.mark.pattern
+@pytest.mark.runs("patterns")
 def test_two_jobs_at_once(
     example: str, shipped_job: Callable[[], Reference], two_process_job: Callable[[], Reference]
 ) -> None:
-    """Two jobs in one folder and on the same nodes both complete: the shipped one, and one that asks for GPUs."""
-    folders = [job().output for job in (shipped_job, two_process_job)]
-    assert len(set(folders)) == 2 and folders[0].parent == folders[1].parent
-    for output in folders:
-        assert LAUNCHERS[example].has_learnt(outputs.read_metrics(output)[-1], tolerance=0.01)
-    assert " on cpu, " in two_process_job().stdout
+    """A job that asks for GPUs completes beside the shipped one, in the same folder and on the same nodes."""
+    shipped, small = shipped_job(), two_process_job()
+    assert shipped.output != small.output and shipped.output.parent == small.output.parent
+    assert LAUNCHERS[example].has_learnt(outputs.read_metrics(small.output)[-1], tolerance=0.01)
+    assert " on cpu, " in small.stdout
+
+
+@pytest.mark.only(*HOROVOD)
+def test_mpi_on_two_nodes(example: str, shipped_job: Callable[[], Reference]) -> None:
+    """The shipped script: 4 ranks on 2 nodes over MPI, with the cores that SLURM has given to each."""
+    log = shipped_job().stdout
+    assert "ConvNet on digits: 4 processes on 2 nodes, mpi on cpu, 2 threads each, global batch 256" in log
 
 
 BROKEN = {
@@ -56,7 +68,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.runs("one")
 def test_broken_scripts(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """These tests can fail: each broken copy of run.slurm is noticed."""
     jobs = {}
@@ -73,7 +85,7 @@ def test_broken_scripts(example: str, source: Path, lab: Lab, tmp_path: Path) ->
             assert_completed(job, 1)
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_no_progress(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A job that gets no epoch done before its time limit comes near is requeued once only, and says what to do."""
     folder = copy_example(source, tmp_path / example)
@@ -81,9 +93,9 @@ def test_no_progress(example: str, source: Path, lab: Lab, tmp_path: Path) -> No
     job = submit(lab, example, folder)
     job.wait_for_line("no progress")
     lab.timelimit(job.id)
-    wait_until(lambda: job.shown["Restarts"] == "1", 90, "the requeue")
+    wait_until(lambda: job.shown["Restarts"] == "1", 300, "the requeue", ASK_SLURM)
     before = len(job.log)
-    wait_until(lambda: "no progress" in job.log[before:], 90, "the second start")
+    wait_until(lambda: "no progress" in job.log[before:], 300, "the second start")
     lab.timelimit(job.id)
     job.wait_for_line("raise --time")
     assert job.shown["JobState"] == "RUNNING" and job.shown["Restarts"] == "1"  # for the rest of its time
@@ -91,19 +103,14 @@ def test_no_progress(example: str, source: Path, lab: Lab, tmp_path: Path) -> No
     assert job.log.count("run.slurm: error:") == 1 and not (job.output / LAUNCHERS[example].model).exists()
 
 
-def test_nodes(lab: Lab, example: str, source: Path) -> None:
-    """The lab has as many nodes as the header asks for."""
-    assert header(source, "nodes") <= NODES
-
-
-@pytest.mark.thorough
+@pytest.mark.runs("one")
 def test_time_limit(example: str, source: Path, lab: Lab, tmp_path: Path, shipped_job: Callable[[], Reference]) -> None:
     """A run that reaches its time limit requeues itself, continues, and ends with the same bits."""
     sleep = "20 * ('SLURM_RESTART_COUNT' not in os.environ)"  # until it is requeued
     job = submit(lab, example, slowed(source, tmp_path / example, sleep), options=(all_nodes(source),))
-    job.wait_for_line("epoch  1/")
+    job.wait_for_epoch(1)
     job.limit_time(60)
-    wait_until(lambda: job.shown["Restarts"] == "1", 180, "the requeue near the time limit")
+    wait_until(lambda: job.shown["Restarts"] == "1", 300, "the requeue near the time limit", ASK_SLURM)
     job.limit_time(3600)
     assert_completed(job, EPOCHS)
     assert job.shown["Restarts"] == "1"
@@ -111,7 +118,7 @@ def test_time_limit(example: str, source: Path, lab: Lab, tmp_path: Path, shippe
     outputs.assert_same_run(job.output, shipped_job().output)
 
 
-@pytest.mark.thorough
+@pytest.mark.runs("weekly")  # test_three_processes compares with one process on this machine
 def test_as_one_process(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """4 processes, where there can be on 2 nodes, take the steps of one process on this machine: 1e-9 apart in fp64.
 
@@ -131,22 +138,22 @@ def test_as_one_process(example: str, source: Path, lab: Lab, tmp_path: Path) ->
     assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-9 if launcher.fp64 else 1e-3)
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
+@pytest.mark.only(*ON_SEVERAL_NODES)
 def test_slow_disk(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """Nobody is killed while rank 0 writes the model, even if that takes longer than srun's --wait."""
-    if header(source, "nodes") == 1:
-        pytest.skip("srun has one task there, and nobody to wait for")
     folder = copy_example(source, tmp_path / example)
     edits.edit(folder / "run.slurm", "--wait=60", "--wait=2")
-    line, model = "        os.replace(temporary, path)\n", "path.name.startswith('model.')"
-    if example == "lora":  # which writes a folder
-        line, model = "        temporary.rename(folder)\n", "True"
-    edits.edit(folder / "train.py", line, f"        time.sleep(8 * ({model}))\n{line}")
+    file, line, model = "plumbing.py", "        os.replace(temporary, path)\n", "path.name.startswith('model.')"
+    if "/" in LAUNCHERS[example].model:  # lora writes a folder
+        file, line, model = "model_files.py", "        temporary.rename(folder)\n", "True"
+    edits.edit(folder / file, line, f"        __import__('time').sleep(8 * ({model}))\n{line}")
     job = submit(lab, example, folder, "--epochs", "1", options=two_processes(source))
     assert_completed(job, 1, processes=2)
 
 
-@pytest.mark.pattern
+@pytest.mark.runs("patterns")
+@pytest.mark.runs("weekly", "deepspeed")  # it has the launcher of torchrun_multinode
 def test_preempted_and_killed(
     example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]
 ) -> None:
@@ -156,7 +163,7 @@ def test_preempted_and_killed(
     """
     recovers = LAUNCHERS[example].job_recovers
     job = submit(lab, example, slowed(source, tmp_path / example, "2"), options=two_processes(source))
-    job.wait_for_line("epoch  1/")
+    job.wait_for_epoch(1)
     lab.requeue(job.id)
     wait_for_progress(job, starts=2)
     assert job.shown["Restarts"] == "1"
@@ -172,21 +179,15 @@ def test_preempted_and_killed(
     outputs.assert_same_run(job.output, two_process_job().output)
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
+@pytest.mark.only(*WITH_STARTERS)
 def test_launcher_killed(
     example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]
 ) -> None:
-    """SIGKILL to what started the workers: the job fails; requeued, it ends with the same bits.
-
-    Where srun starts them, nothing stands between.
-    """
+    """SIGKILL to the process that started the workers: the job fails; requeued, it ends with the same bits."""
     job = submit(lab, example, slowed(source, tmp_path / example, "2"), options=two_processes(source))
-    job.wait_for_line("epoch  1/")
-    above = starters(job)
-    assert bool(above) == (header(source, "ntasks-per-node") == 1)
-    if not above:
-        return job.cancel()
-    os.kill(above[0], signal.SIGKILL)
+    job.wait_for_epoch(1)
+    os.kill(starters(job)[0], signal.SIGKILL)
     assert_failed(job)
     lab.requeue(job.id)
     assert_completed(job, EPOCHS, processes=2)
@@ -198,13 +199,13 @@ def wait_for_progress(job: Job, starts: int) -> None:
     """Wait until a job has started so many times, has continued, and done an epoch since."""
     since = "continuing after epoch"
     try:
-        wait_until(lambda: job.log.count(since) == starts - 1, 180, f"start {starts} of job {job.id}")
-        wait_until(lambda: "train loss" in job.log.rpartition(since)[2], 90, "an epoch after it")
+        wait_until(lambda: job.log.count(since) == starts - 1, 300, f"start {starts} of job {job.id}")
+        wait_until(lambda: "train loss" in job.log.rpartition(since)[2], 300, "an epoch after it")
     except AssertionError as error:
         raise AssertionError(f"{error}: {job.shown['JobState']}\n{job.log}") from None
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 @pytest.mark.only("lightning", "torchrun_multinode")
 def test_same_bits_as_ddp_spawn_with_four_processes(
     example: str, shipped_job: Callable[[], Reference], tmp_path: Path

@@ -11,19 +11,21 @@ import signal
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from harness import browser, readme
+from harness.jobs import Job, assert_completed, assert_refused, hand_over, two_processes
+from harness.launchers import LAUNCHERS, ROOT, copy_example
+from harness.notebooks import ASK, FOLDER, Server, start
+from harness.processes import read_line, running, wait_until
 from lab import Lab
-from tests.harness import browser, readme
-from tests.harness.jobs import Job, assert_completed, assert_refused, hand_over, two_processes
-from tests.harness.launchers import LAUNCHERS, ROOT, copy_example
-from tests.harness.notebooks import ASK, FOLDER, Server, start
-from tests.harness.processes import wait_until
 
 HEAD, NOBODY = "head", 65534
+PIPES = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT}
 needs = ("sshd", "openssl")
 missing = [name for name in needs if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")]
 missing += [] if browser.PROGRAM else ["chromium"]
@@ -49,27 +51,16 @@ def outputs(path: Path) -> list[str]:
     return ["".join(text) for text in texts]
 
 
-@contextlib.contextmanager
-def running(words: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """Run a command for as long as the block lasts."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.terminate()
-
-
 def browse(lab: Lab, node: str, url: str, path: str, *options: str) -> contextlib.AbstractContextManager:
     """Open a notebook in the browser, at a place in the lab."""
-    words = [sys.executable, "-m", "tests.harness.browser", url, path, *options]
-    return running(lab.command(words, node, ROOT, user="root"))
+    words = [sys.executable, "-m", "harness.browser", url, path, *options]
+    return running(lab.command(words, node, ROOT, user="root"), **PIPES)
 
 
 def assert_done(process: subprocess.Popen[str]) -> None:
-    """Wait until the browser has done what it was asked for."""
-    line = process.stdout.readline()
-    assert line == "done\n", line + process.stdout.read()
+    """Wait until the browser has done what it was asked for: it has limits of its own, 120 s for most of its steps."""
+    line = read_line(process, 500)
+    assert line == "done\n", line + process.communicate(timeout=60)[0]
 
 
 @pytest.fixture
@@ -81,7 +72,8 @@ def ssh(lab: Lab, tmp_path: Path) -> Iterator[None]:
     keys = tmp_path / "keys"
     keys.mkdir()
     for name in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)], check=True)
+        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)]
+        subprocess.run(words, check=True, timeout=60)
     own = Path(lab.home, ".ssh")
     lab.run(["mkdir", "-p", str(own)], cwd="/", check=True)
     settings = f"IdentityFile {own}/user\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
@@ -93,7 +85,7 @@ def ssh(lab: Lab, tmp_path: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for node in (HEAD, "node1"):
             lab.run(["mkdir", "-p", "/run/sshd"], node, "/", user="root", check=True)
-            stack.enter_context(running(lab.command(words, node, "/", user="root")))
+            stack.enter_context(running(lab.command(words, node, "/", user="root"), **PIPES))
         yield
 
 
@@ -101,13 +93,13 @@ def ssh(lab: Lab, tmp_path: Path) -> Iterator[None]:
 def tunnel(server: Server) -> Iterator[None]:
     """Run the ssh command that the user is told to run, word for word, until the block ends."""
     lab = server.lab
-    with running(lab.command(server.tunnel.split(), HEAD, "/")) as process:
+    with running(lab.command(server.tunnel.split(), HEAD, "/"), **PIPES) as process:
 
         def forwarded() -> bool:
-            assert process.poll() is None, process.stdout.read()
+            assert process.poll() is None, process.communicate(timeout=60)[0]
             return lab.run([sys.executable, "-c", ASK, server.url, ""], HEAD, "/").stdout.strip().isdecimal()
 
-        wait_until(forwarded, 30, f"an answer through {server.tunnel}")
+        wait_until(forwarded, 30, f"an answer through {server.tunnel}", pause=1)
         yield
 
 
@@ -164,9 +156,10 @@ def test_only_for_its_owner(lab: Lab, ssh: None, tmp_path: Path) -> None:
         # The search finds what there is to find: a file, and a command line.
         lab.run(["sh", "-c", f"umask 022; echo {one.token} >/tmp/visible"], "node1", "/", check=True)
         wait = [sys.executable, "-c", "import time; time.sleep(100)", one.token]
-        with running(lab.command(wait, "node1", "/")):
-            wait_until(lambda: "/cmdline" in seen_by_others(lab, "node1", one.token), 20, "the found command line")
-            assert seen_by_others(lab, "node1", one.token).startswith("/tmp/visible")
+        with running(lab.command(wait, "node1", "/"), **PIPES):
+            found = partial(seen_by_others, lab, "node1", one.token)
+            wait_until(lambda: "/cmdline" in found(), 20, "the found command line", pause=1)
+            assert found().startswith("/tmp/visible")
         lab.run(["rm", "/tmp/visible"], "node1", "/", check=True)
         for server in (one, two):
             for pid in server.job.processes():
@@ -200,7 +193,7 @@ def test_listen_on_node(lab: Lab, ssh: None, tmp_path: Path) -> None:
     server.assert_nothing_left()
 
 
-@pytest.mark.faults
+@pytest.mark.runs("weekly")
 def test_time_limit(lab: Lab, tmp_path: Path) -> None:
     """Near the time limit the log says so; a running cell is interrupted, and what it then prints is saved."""
     text = "import time\ntry:\n    print('begun')\n    time.sleep(600)\nfinally:\n    print('saved', 6 * 7)"
@@ -216,7 +209,7 @@ def test_time_limit(lab: Lab, tmp_path: Path) -> None:
     assert "begun\nsaved 42\n" in outputs(page)[0] and "KeyboardInterrupt" in outputs(page)[0]
 
 
-@pytest.mark.parametrize("how", ["down", pytest.param("power", marks=pytest.mark.faults)])
+@pytest.mark.parametrize("how", ["down", pytest.param("power", marks=pytest.mark.runs("weekly"))])
 def test_node_taken_away(lab: Lab, tmp_path: Path, how: str) -> None:
     """A job whose node is taken away, or loses its power, starts again where it can; the old token is gone."""
     first = Server(start(lab, tmp_path / "jupyter"))
@@ -229,7 +222,7 @@ def test_node_taken_away(lab: Lab, tmp_path: Path, how: str) -> None:
             for pid in [*first.job.processes(), *find_stepd(lab, first.job)]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: first.ask(token=first.token).find("refused") >= 0, 60, "the end of the first server")
+        wait_until(lambda: "refused" in first.ask(token=first.token), 60, "the end of the first server", pause=1)
         wait_until(lambda: first.job.log.count("JupyterLab is ready") == 2, 180, "a second start")
         second = Server(first.job)
         assert how == "down" or second.node != first.node
@@ -275,7 +268,7 @@ def test_bad_input(lab: Lab, tmp_path: Path) -> None:
     """Each mistake is one line in the log, and the job fails at once."""
     folder = tmp_path / "jupyter"
     plain = tmp_path / "plain"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(plain)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(plain)], check=True, timeout=60)
     cases: dict[str, Mapping[str, str]] = {
         "LISTEN=all: must be loopback or node": {"LISTEN": "all"},
         "LOGIN=cluster: must be USER@HOST": {"LOGIN": "cluster"},
@@ -297,7 +290,7 @@ TRAINING = {
 }
 
 
-@pytest.mark.pattern
+@pytest.mark.runs("patterns")
 @pytest.mark.only(*TRAINING)
 def test_training_from_a_notebook(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """The README's launchers work in a notebook inside an allocation, or fail as it says; so do `!...` and sbatch."""
@@ -312,7 +305,9 @@ def test_training_from_a_notebook(example: str, source: Path, lab: Lab, tmp_path
     page = notebook(tmp_path / "jupyter" / "train.ipynb", *cells)
     with browse(lab, server.node, server.local_url, "jupyter/train.ipynb") as process:
         assert_done(process)
-        wait_until(lambda: outputs(page)[-1], 30, "the saved notebook")  # it has been saved before, without the last
+        wait_until(
+            lambda: error in outputs(page)[-1], 30, f"{error} in the saved notebook"
+        )  # an earlier save may lack it
     found = outputs(page)
     assert printed in found[0] and "finished: " in found[1] and error in found[3], found
     job = Job(lab, example, copied, found[2].strip())

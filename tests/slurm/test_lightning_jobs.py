@@ -1,39 +1,32 @@
 """What only lightning's run.slurm promises: wrong tasks are refused, no srun no SLURM, one process's end ends all."""
 
 import re
-import time
 from pathlib import Path
 
 import pytest
 
+from harness import edits, outputs
+from harness.jobs import SETTINGS, Job, hand_over, submit, two_processes
+from harness.launchers import copy_example
 from lab import Lab
-from tests.harness import edits, outputs
-from tests.harness.jobs import SETTINGS, Job, hand_over, submit, two_processes
-from tests.harness.launchers import copy_example
-from tests.harness.processes import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("lightning")]
-WRONG = {  # options of sbatch, arguments of train.py, what the line says, how many seconds the job may take
-    "one task for two GPUs": (("--ntasks-per-node=1", "--gpus-per-node=2"), (), "equal to --gpus-per-node", 15),
-    "--ntasks instead": ((), (), "--ntasks will not do", 15),
-    "other --devices": (("--ntasks-per-node=1",), ("--devices", "2"), "2 tasks on 2 nodes, not 2 on each", 120),
+WRONG = {  # options of sbatch, arguments of train.py, what the line says
+    "one task for two GPUs": (("--ntasks-per-node=1", "--gpus-per-node=2"), (), "equal to --gpus-per-node"),
+    "--ntasks instead": ((), (), "--ntasks will not do"),
+    "other --devices": (("--ntasks-per-node=1",), ("--devices", "2"), "2 tasks on 2 nodes, not 2 on each"),
 }
 
 
 def test_wrong_tasks(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
-    """Each such job ends and says which line of the header to change, none hangs.
-
-    run.slurm says it at once. What only train.py can know, it says after its imports: 10 s, longer beside other tests.
-    """
-    for number, (fault, (options, arguments, text, seconds)) in enumerate(WRONG.items()):
+    """Each such job ends and says which line of the header to change, none hangs."""
+    for number, (fault, (options, arguments, text)) in enumerate(WRONG.items()):
         folder = copy_example(source, tmp_path / str(number) / example)
         script = (folder / "run.slurm").read_text()
         if fault == "--ntasks instead":
             assert "#SBATCH --ntasks-per-node=2 " in script
             (folder / "run.slurm").write_text(script.replace("#SBATCH --ntasks-per-node=2 ", "#SBATCH --ntasks=4 "))
-        job = submit(lab, example, folder, *arguments, options=options)
-        wait_until(lambda job=job: job.shown["JobState"] != "PENDING", 60, "the start of the job")
-        job.wait(seconds)
+        job = submit(lab, example, folder, *arguments, options=options).wait()
         assert job.shown["JobState"] == "FAILED", fault
         errors = set(re.findall(r"^(?:train\.py|run\.slurm): error: (?!the job failed).*", job.log, re.MULTILINE))
         assert len(errors) == 1 and text in min(errors) and "#SBATCH --ntasks-per-node" in min(errors), job.log
@@ -46,7 +39,7 @@ def test_in_an_allocation(lab: Lab, example: str, source: Path, tmp_path: Path) 
     python = f"{SETTINGS['VENV']}/bin/python train.py --epochs 1"
     options = ["--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2"]
     script = f"{python} --output-dir alone && srun --cpus-per-task=2 {python} --output-dir together"
-    done = lab.run(["salloc", *options, "bash", "-c", script], cwd=folder)
+    done = lab.run(["salloc", *options, "bash", "-c", script], cwd=folder, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 processes on 1 node, gloo on cpu" in done.stdout
     assert "4 processes on 2 nodes, gloo on cpu, 2 threads each" in done.stdout
@@ -63,7 +56,6 @@ def test_exception_in_one_process(lab: Lab, example: str, source: Path, tmp_path
     edits.plant(folder, "if torch.distributed.get_rank() == 1:\n    raise ArithmeticError('planted')\n")
     job = submit(lab, example, folder, options=two_processes(source))
     job.wait_for_line("ArithmeticError: planted")
-    start = time.monotonic()
     job.wait(60)
-    assert time.monotonic() - start < 60 and job.shown["JobState"] == "FAILED", job.log
+    assert job.shown["JobState"] == "FAILED", job.log
     assert not (job.output / "model.pt").exists()

@@ -7,22 +7,29 @@ from pathlib import Path
 
 import pytest
 
+from harness import edits
+from harness.jobs import Job, array_of_three, by_torchrun, hand_over, header, stub, submit, wait_for_start
+from harness.launchers import LAUNCHERS, copy_example
 from lab import Lab
-from tests.harness import edits
-from tests.harness.jobs import Job, array_of_three, header, stub, submit, wait_for_start
-from tests.harness.launchers import LAUNCHERS
-from tests.harness.processes import wait_until
 
 pytestmark = pytest.mark.slurm
 
 
-@pytest.mark.thorough
+@pytest.mark.runs("one")
 def test_job_array(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """In an array of 3 one task is requeued near its time limit: the finished and the running one are left alone."""
     array_of_three(lab, stub(source, tmp_path / example))
 
 
-@pytest.mark.thorough
+@pytest.mark.runs("one")
+def test_help(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """`sbatch run.slurm --help` prints the flags and ends: nobody has asked it to stop, so it is not requeued."""
+    job = submit(lab, example, copy_example(source, tmp_path / example), "--help").wait()
+    assert job.shown["JobState"] == "COMPLETED" and job.shown["Restarts"] == "0", job.log
+    assert "--warmup-steps" in job.log and "requeue" not in job.log, job.log
+
+
+@pytest.mark.runs("one")
 def test_failed_requeue(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """Where SLURM refuses the requeue the log says so, and a job that has stopped for it is not COMPLETED."""
     folder = stub(source, tmp_path / example)
@@ -47,6 +54,7 @@ REFUSED = {  # what is changed in run.slurm, options of sbatch, variables, what 
         ["a.sif cannot run train.py (", "exec: no-apptainer: not found", "container.def"],
     ),
     "two nodes": (("^$", ""), ("--nodes=2",), {}, ["2 tasks on 2 nodes", "--nodes=1 --ntasks-per-node=1"]),
+    "two tasks": (("^$", ""), ("--ntasks-per-node=2",), {}, ["4 tasks on 2 nodes", "#SBATCH --ntasks-per-node=1"]),
     "GPUs in all": (("^$", ""), ("--gpus=2",), {}, ["--gpus-per-node", "--gpus may differ"]),
 }
 
@@ -58,20 +66,34 @@ def test_refused(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     for number, (fault, ((old, new), options, variables, texts)) in enumerate(REFUSED.items()):
         if fault == "two nodes" and header(source, "nodes") > 1:
             continue
+        if fault == "two tasks" and not by_torchrun(source):  # it is torchrun that starts a node's processes
+            continue
         if fault == "GPUs in all" and (header(source, "nodes") == 1 or not LAUNCHERS[example].gpus):
             continue
         folder = stub(source, tmp_path / str(number) / example)
-        script = (folder / "run.slurm").read_text()
-        (folder / "run.slurm").write_text(re.sub(old, new, script, flags=re.MULTILINE))
+        for script in (folder / "run.slurm", folder / "plumbing.sh"):
+            script.write_text(re.sub(old, new, script.read_text(), flags=re.MULTILINE))
         jobs[fault] = submit(lab, example, folder, options=options, **variables), texts
     for fault, (job, texts) in jobs.items():
-        assert job.wait(60).shown["JobState"] == "FAILED", fault
+        assert job.wait().shown["JobState"] == "FAILED", fault
         errors = [line for line in job.log.splitlines() if "error" in line]
         assert len(errors) == 1 and errors[0].startswith("run.slurm: error:"), job.log
         assert all(text in errors[0] for text in texts) and "started" not in job.log, job.log
 
 
-@pytest.mark.thorough
+@pytest.mark.runs("one")
+def test_from_another_folder(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """Submitted from a folder that has no plumbing.sh, the job ends with one line that says from where to submit."""
+    script = hand_over(stub(source, tmp_path / example)) / "run.slurm"
+    (tmp_path / "elsewhere").mkdir()
+    done = lab.run(["sbatch", "--parsable", str(script)], cwd=hand_over(tmp_path / "elsewhere"))
+    job = Job(lab, example, tmp_path / "elsewhere", done.stdout.strip()).wait()
+    assert job.shown["JobState"] == "FAILED"
+    (line,) = job.log.splitlines()
+    assert line.startswith(f"run.slurm: error: there is no plumbing.sh in {tmp_path}/elsewhere: submit from"), job.log
+
+
+@pytest.mark.runs("one")
 def test_other_sites(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """SLURM_EXPORT_ENV=NONE, a conda environment without bin/activate, a folder with a space in its name: all work.
 
@@ -85,15 +107,15 @@ def test_other_sites(example: str, source: Path, lab: Lab, tmp_path: Path) -> No
         link.chmod(0o755)
     gpus = LAUNCHERS[example].gpus
     if gpus:
-        edits.edit(folder / "run.slurm", "set -eo pipefail\n", "set -eo pipefail\nunset SLURM_GPUS_ON_NODE\n")
+        edits.edit(folder / "run.slurm", "\nprepare ", "\nunset SLURM_GPUS_ON_NODE\nprepare ")
     nodes, tasks = header(folder, "nodes"), header(folder, "ntasks-per-node")
     options = ("--export=ALL,SLURM_EXPORT_ENV=NONE", *["--gpus-per-node=2"] * gpus)
     job = submit(lab, example, folder, "--epochs", "7", options=options, VENV="../../conda")
-    wait_until(lambda: "started [" in job.log or job.ended, 120, "the start of the stub")
+    job.wait_for_line("started [")
     wait_for_start(folder, job.id)
     (job.output / "finish").touch()
     assert job.wait().shown["JobState"] == "COMPLETED", job.log
-    count = LAUNCHERS[example].processes_in_job if example != "ddp_spawn" else nodes * tasks
+    count = nodes * tasks * (2 if by_torchrun(folder) else 1)
     assert job.log.count("started [") == count and "'--epochs', '7'" in job.log
-    if example == "ddp_spawn":
+    if "--processes" in (folder / "run.slurm").read_text():  # train.py starts them
         assert "'--processes', '2'" in job.log

@@ -1,0 +1,42 @@
+"""Tensor parallelism: the processes of a group share the work of each layer, instead of taking other samples.
+
+train.py calls this. It is the part of the lesson for models of which not even one block fits into a process.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+def split_layers(model, mesh):
+    """Split each layer over the processes of a group, which then compute their parts of the same samples."""
+    # A column-wise layer splits its outputs, such as the heads. A row-wise one follows it: it takes such a part as its
+    # input, and the processes sum up what they have computed.
+    column, row = ColwiseParallel, RowwiseParallel
+    plan = {"query": column(), "key": column(), "value": column(), "proj": row(), "mlp.0": column(), "mlp.2": row()}
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+    outside = {"token": row(input_layouts=Replicate()), "position": column(output_layouts=Replicate())}
+    parallelize_module(model, mesh, outside | {"head": column(output_layouts=Replicate())})
+    model.head.weight = model.token.weight  # the split has replaced both, which are one weight
+
+
+@torch.no_grad()
+def clip_grad_norm(model, limit):
+    """Scale the gradients so that their norm, over the shards of all processes, is at most `limit`.
+
+    PyTorch's own function cannot add up norms of weights that are split over both dimensions of the mesh and over one.
+    """
+    squares = 0
+    for weight in model.parameters():
+        split = zip(weight.device_mesh.shape, weight.placements, strict=True)
+        shards = math.prod(size for size, placement in split if not placement.is_replicate())
+        # What several processes hold, as a LayerNorm with tensor parallelism, would count several times.
+        squares += weight.grad.to_local().square().sum() * shards / dist.get_world_size()
+    dist.all_reduce(squares)
+    factor = (limit / (squares.sqrt() + 1e-6)).clamp(max=1)
+    for weight in model.parameters():
+        weight.grad.to_local().mul_(factor)

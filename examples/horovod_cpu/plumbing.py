@@ -1,0 +1,249 @@
+"""What train.py calls to survive a real cluster: locks, atomic files, refusals, a record of the run.
+
+Without these calls it still trains. A function that other examples have, too, has the same text, or a comment says why.
+"""
+
+import ctypes
+import errno
+import faulthandler
+import fcntl
+import json
+import os
+import platform
+import resource
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import horovod.torch as hvd
+import torch
+from horovod.torch import rank
+from horovod.torch import shutdown as disconnect
+
+CHECKPOINT = "checkpoint.pt"  # in --output-dir
+
+
+def fail(message):
+    """Print an error in the style of argparse and exit immediately: waiting for other processes could hang."""
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    end(2)
+
+
+# own: Horovod: disconnect, or other processes would report that they lost this one
+def end(status):
+    """End this process at once."""
+    hvd.shutdown()
+    os._exit(status)  # not by the interpreter's shutdown, during which Gloo's threads can abort the process
+
+
+def check_args(parser, args):
+    """Refuse numbers that cannot work, and more processes than GPUs."""
+    for name, value in vars(args).items():
+        least = 0 if type(value) is float or name in ("warmup_steps", "workers", "zero_stage") else 1
+        if type(value) in (int, float) and name != "seed" and not least <= value < float("inf"):
+            parser.error(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
+    if 0 < (gpus := torch.cuda.device_count()) < getattr(args, "processes", 1):
+        parser.error(f"{args.processes} processes on {os.uname().nodename}, which has {gpus} GPUs: start one for each")
+
+
+# own: Horovod in the place of torch.distributed
+def prepare_process(args):
+    """Set what must be set before Horovod starts, and print lines immediately."""
+    keep_memory()
+    sys.stdout.reconfigure(line_buffering=True)
+    restart_watchdog(args)
+    launchers = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")  # each sets one of these
+    if not any(name in os.environ for name in launchers):  # one process needs neither MPI nor a network
+        os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": "lo"}
+    # With tensor fusion the summation order depends on timing: 3 or more processes would not reproduce the same bits.
+    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "5")  # ms between checks for gradients to send; measured
+    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(args.timeout)
+
+
+def keep_memory():
+    """Have glibc keep the memory of freed tensors for the next step: returning it each time costs up to a fifth."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return  # another C library, which does not have these two settings
+    # M_MMAP_THRESHOLD, the largest block that is kept: 1 GB, or 32 MiB, the most that glibc accepts up to 2.34 (RHEL 9)
+    if libc.mallopt(-3, 2**30) or libc.mallopt(-3, 2**25):
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: up to 2 GB are kept
+
+
+def check_connected(args):
+    """Refuse tasks of srun that know nothing of each other: each would train alone."""
+    restart_watchdog(args)
+    args.backend = "mpi" if hvd.mpi_enabled() else "gloo"
+    if args.world_size == 1 and (tasks := int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))) > 1:
+        fail(f"srun started {tasks} tasks that are not connected: use srun --mpi=pmix (other types: srun --mpi=list)")
+
+
+def restart_watchdog(args):
+    """Make this process end, and print where it hung, unless this function is called again within --timeout.
+
+    It is needed because MPI waits forever for a process that hangs.
+    """
+    faulthandler.dump_traceback_later(args.timeout, exit=True)
+
+
+def count_steps(args, samples):
+    """Return the number of optimizer steps that an epoch of so many samples of a process has; refuse 0."""
+    accumulated = getattr(args, "gradient_accumulation_steps", 1)
+    if steps := samples // args.batch_size // accumulated:
+        return steps
+    times = f" times {accumulated} (gradient accumulation)" if accumulated > 1 else ""
+    fail(f"--batch-size {args.batch_size}{times} is above the {samples} samples of each process")
+
+
+def lock(folder):
+    """Lock the folder until this process exits or is killed; return an error message or None."""
+    try:  # the file stays open on purpose: closing it would release the lock
+        folder.mkdir(parents=True, exist_ok=True)
+        fcntl.lockf(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return f"another run is writing to --output-dir {folder}: wait for its end, or choose another folder"
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # without locks there, continue
+            return f"cannot write to --output-dir {folder} ({error.strerror}): choose another folder"
+
+
+def resume_settings(args):
+    """Return the settings that a resumed run must share with the run that it continues."""
+    names = ["dataset", "data", "text", "base", "model", "image_size", "sync_batchnorm", "context"]
+    names += ["width", "layers", "heads", "full", "lora_rank", "lora_alpha", "lora_dropout", "target_modules"]
+    names += ["optimizer", "zero_stage", "fp16_allreduce", "seed", "precision"]
+    batch = ["world_size", "batch_size", "gradient_accumulation_steps"]  # fsdp: only their product has to be the same
+    names += ["global_batch"] if hasattr(args, "global_batch") else batch
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
+def read_checkpoint(args):
+    """Lock the output folder; return its checkpoint, None without one, or an error message. It changes nothing."""
+    path, settings = args.output_dir / CHECKPOINT, resume_settings(args)
+    if error := lock(args.output_dir):
+        return error
+    if not path.exists():
+        return None
+    if not args.resume:
+        return f"{path} is from an earlier run: add --resume to continue it, or choose another --output-dir"
+    try:
+        checkpoint = load_checkpoint(path)
+        epochs = len(checkpoint["progress"]["history"])
+        changed = [f"{name} {old}" for name, old in checkpoint["settings"].items() if settings.get(name, old) != old]
+    except Exception as error:  # a damaged file can raise almost anything
+        return f"{path} is damaged or cannot be read ({error!r}): restore a good copy, or move it away to start over"
+    if changed:
+        return f"{path} is from a run with {', '.join(changed)}: use the same settings, or another --output-dir"
+    if epochs > args.epochs:
+        return f"{path} already contains {epochs} epochs: use --epochs {epochs} or more, not {args.epochs}"
+    return checkpoint
+
+
+def load_checkpoint(path):
+    """Return a checkpoint's content; a damaged file raises an exception."""
+    assert not (name := zipfile.ZipFile(path).testzip()), f"{name} has changed"  # torch.load does not notice that
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def accept(found):
+    """Return what read_checkpoint has found; end this process if that is an error message."""
+    if isinstance(found, str):
+        fail(found)
+    return found
+
+
+def write(path, save):
+    """Write a file atomically: save(file) writes a temporary file, which is then renamed to `path`."""
+    temporary = path.with_name(f"tmp.{os.getpid()}.{path.name}")
+    try:
+        with open(temporary, "wb") as file:
+            save(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+        temporary.unlink(missing_ok=True)
+        fail(f"cannot write {path} ({error}): is the disk full, or your quota? Free some space, then use --resume")
+
+
+def write_metrics(args, progress):
+    """Write metrics.csv, which has the rows of the history."""
+    if history := progress["history"]:
+        rows = [history[0].keys(), *(row.values() for row in history)]
+        text = "".join(",".join(map(str, row)) + "\n" for row in rows)
+        write(args.output_dir / "metrics.csv", lambda file: file.write(text.encode()))
+
+
+def write_checkpoint(args, state):
+    """Write metrics.csv, and the checkpoint, which also has the settings."""
+    write_metrics(args, state["progress"])
+    state = state | {"settings": resume_settings(args)}
+    write(args.output_dir / CHECKPOINT, lambda file: torch.save(state, file))
+
+
+def finish(args, progress, message):
+    """Wait for all processes, print the message and the memory that was used, disconnect, and end this process."""
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    used = {"host": os.uname().nodename, "core_seconds": sum(os.times()[:4]), "mb": round(memory)}
+    used = gather(used | {"gpu_mb": torch.cuda.max_memory_allocated() >> 20})  # waits: rank 0 may still be writing
+    if rank() == 0:
+        record(args, progress, "stops", {"reason": message, "used": used})
+        memory, gpu = (max(process[name] for process in used) for name in ("mb", "gpu_mb"))
+        print(f"used: {memory} MB of memory" + f" and {gpu} MB of GPU memory" * (gpu > 0) + " in the largest process")
+        print(message)
+    disconnect()
+    end(0)
+
+
+def position(args, progress):
+    """Return how many epochs are complete, and how many steps of the next one."""
+    return len(progress["history"]), progress["step"] - len(progress["history"]) * args.steps_per_epoch
+
+
+# own: Horovod in the place of torch.distributed
+def gather(value):
+    """Return the list of what each process has given, by rank."""
+    return hvd.allgather_object(value, name="gather")
+
+
+def print_header(args, what, device, progress):
+    """Print what this run is, which ranks are on which node and, if it is resumed, where it continues."""
+    hosts = gather(os.uname().nodename)
+    ranks = {host: [number for number, name in enumerate(hosts) if name == host] for host in hosts}
+    if rank() > 0:
+        return
+    record(args, progress, "starts", {"ranks": ranks})
+    nodes, threads = len(ranks), torch.get_num_threads()
+    backend = getattr(args, "backend", "nccl" if device.type == "cuda" else "gloo")
+    where = f"{args.world_size} processes on {nodes} node{'s' * (nodes > 1)}, {backend} on {device.type}"
+    batch = args.world_size * args.batch_size * getattr(args, "gradient_accumulation_steps", 1)
+    batch = getattr(args, "global_batch", batch)
+    print(f"{what}: {where}, {threads} thread{'s' * (threads > 1)} each, global batch {batch}")
+    if nodes > 1:
+        print("ranks:", "; ".join(f"{host} {', '.join(map(str, numbers))}" for host, numbers in ranks.items()))
+    if progress["step"]:
+        epochs, step = position(args, progress)
+        print(f"continuing after epoch {epochs} of {args.epochs}" + f", step {step}" * (step > 0))
+
+
+def print_epoch(args, progress):
+    """Print the metrics of the last epoch in one line, on rank 0."""
+    if rank() > 0:
+        return
+    row = progress["history"][-1]
+    losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
+    speed = f"{row['samples_per_second']:5.0f} samples/s | {row['seconds']:6.2f} s"
+    print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | test acc {row['test_accuracy']:7.2%} | {speed}")
+
+
+def record(args, progress, what, facts):
+    """Add a start or a stop to run.json, which says what this run is, for programs that read it afterwards."""
+    path = args.output_dir / "run.json"
+    known = json.loads(path.read_text()) if path.exists() else {"starts": [], "stops": []}
+    packages = ("torch", "tensorflow", "horovod", "lightning", "deepspeed", "transformers", "peft", "torchvision")
+    versions = {name: sys.modules[name].__version__ for name in packages if name in sys.modules}
+    known |= {"command": sys.argv, "settings": vars(args), "versions": versions | {"python": platform.python_version()}}
+    known[what].append({"time": time.time(), "step": progress["step"], **facts})
+    write(path, lambda file: file.write(json.dumps(known, indent=1, default=str).encode()))

@@ -1,0 +1,111 @@
+# What keeps jobs alive: functions for run.slurm, and for the tasks that it starts. Nobody has to read them.
+# A function that other examples of the repository have, too, has the same text there, unless a comment says why not.
+set -eo pipefail
+
+fail() {                         # end with one line that says what is wrong
+    echo "run.slurm: error: $1" >&2
+    exit 2
+}
+
+prepare() {                      # find the environment, which must have the module $1, and the output folder
+    PATH="$(realpath -m "$VENV")/bin:$PATH:/usr/sbin:/sbin"
+    [[ "$IMAGE" || -x "$VENV/bin/python" ]] ||
+        fail "there is no $(realpath -m "$VENV")/bin/python: install as README.md says, or set VENV"
+    export IMAGE PYTHONUNBUFFERED=1 SLURM_EXPORT_ENV=ALL  # ALL: srun passes the environment on, at any site
+    find="from importlib.util import find_spec; find_spec('$1') or exit('it has no $1')"
+    found="$(in_image python -c "$find" 2>&1)" ||
+        fail "${IMAGE:-$VENV} cannot run train.py (${found##*$'\n'}): see container.def or README.md"
+    [[ "${SLURM_CPUS_PER_TASK:-}" ]] || fail "ask for cores with #SBATCH --cpus-per-task, not with --cpus-per-gpu"
+    [[ -z "${SLURM_GPUS:-}" || "$SLURM_JOB_NUM_NODES" -eq 1 ]] ||
+        fail "ask for GPUs with #SBATCH --gpus-per-node: --gpus may differ between nodes"
+    IFS=, read -ra list <<<"${SLURM_JOB_GPUS:-}"  # SLURM before 21.08 has this list only, not the number
+    export gpus="${SLURM_GPUS_ON_NODE:-${#list[@]}}"
+    export SLURM_GPUS_ON_NODE="$gpus"
+    job="$SLURM_JOB_ID"
+    [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"  # not the whole array
+    output="${OUTPUT_DIR:-output/$job}"  # to continue job 1234: OUTPUT_DIR=output/1234 sbatch run.slurm
+    mkdir -p "$output"
+    touch "$output/started"
+}
+
+in_image() (                     # become the command $@, in the image if there is one
+    [[ "$IMAGE" ]] || exec "$@"
+    options=(--quiet exec --pwd "$(realpath .)")
+    [[ "${SLURM_GPUS_ON_NODE:-0}" -eq 0 ]] || options+=(--nv)  # --rocm for GPUs of AMD
+    for path in . data ${STOP_FILE:+"${STOP_FILE%/*}"} "${@#*=}"; do  # what it sees: this folder, paths for train.py
+        [[ -e "$path" ]] || continue
+        real="$(realpath "$path")"
+        options+=(--bind "$real" --bind "$real:$(realpath -s "$path")")
+    done
+    exec "$(type -P apptainer || type -P singularity || echo apptainer)" "${options[@]}" "$IMAGE" "$@"
+)
+
+stage_data() {                   # where STAGE=1, have each node read the data from its own disk; SLURM 21.08 and newer
+    [[ "${STAGE:-}" == 1 ]] || return 0
+    export stage="${TMPDIR:-/tmp}/data-$job" output
+    # shellcheck disable=SC2034     # run.slurm uses it
+    data_dir=(--data-dir "$stage")
+    rm -rf "$output/staged"
+    mkdir "$output/staged"
+    srun --overlap --ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES" bash -c 'source ./plumbing.sh; keep_copy' &
+    keeper=$!
+    trap '{ kill -USR1 "$keeper" && wait "$keeper"; } || true; rm -rf "$output/staged"' EXIT
+    until [[ "$(find "$output/staged" -name '[0-9]*' | wc -l)" -eq "$SLURM_JOB_NUM_NODES" ]]; do
+        [[ ! -e "$output/staged/failed" ]] || fail "the data could not be copied to all nodes, see above"
+        kill -0 "$keeper" 2>/dev/null || fail "the copying step has ended, see above"
+        sleep 1
+    done
+    echo "run.slurm: copied ${DATA_DIR:-data} to $stage on $SLURM_JOB_NUM_NODES nodes in $SECONDS s"
+}
+
+keep_copy() {                    # on each node: copy the data, wait, and remove them when the job ends
+    # Also where it is cancelled or requeued: a job that ends can start no other step, which could remove them.
+    trap 'kill "$!" || true; rm -rf "$stage"; exit' USR1 TERM
+    # A folder of its own: what others may have put there, links above all, is removed, or the job fails.
+    { rm -rf "$stage" && mkdir -m 700 "$stage" && exec cp -rT "${DATA_DIR:-data}" "$stage"; } &
+    wait "$!" || { touch "$output/staged/failed"; rm -rf "$stage"; exit 1; }
+    touch "$output/staged/$SLURM_NODEID"
+    while true; do sleep 1000 & wait "$!"; done
+}
+
+wait_for() {                     # leave the exit status of process $1 in $status
+    signalled=yes
+    while [[ "$signalled" ]]; do # a signal ends `wait` early: its trap says so, then wait again
+        signalled=""
+        wait "$1" && status=0 || status=$?
+    done
+}
+
+run() {                          # run $@, the job's step; then requeue the job if train.py was asked to stop
+    "$@" &
+    step=$!
+    wait_for "$step"
+    [[ "$status" -ne 0 || ! "$output/stopped" -nt "$output/started" ]] || requeue || status=1
+    [[ "$status" -eq 0 ]] ||
+        echo "run.slurm: error: the job failed, see above. Fix the cause, then: OUTPUT_DIR=$output sbatch run.slurm" >&2
+    exit "$status"
+}
+
+requeue_near_time_limit() {      # train.py saves after each epoch only
+    trap "" USR1                 # once is enough
+    signalled=yes
+    for _ in {1..30}; do         # a job that has only just started gets time for a first checkpoint
+        kill -0 "${step:-$$}" 2>/dev/null || return 0
+        [[ -z "$(saved)" ]] || break
+        sleep 1
+    done
+    requeue || true
+}
+
+saved() {                        # print the checkpoint, if it was written since this job has started
+    find "$output"/checkpoint{.pt,.npz,/run.json} -newer "$output/started" 2>/dev/null || true
+}
+
+requeue() {                      # unless nothing was saved since the last restart: that would go on forever
+    if [[ "${SLURM_RESTART_COUNT:-0}" -gt 0 && -z "$(saved)" ]]; then
+        echo "run.slurm: error: no new checkpoint since the last restart: not requeued again; raise --time" >&2
+        return 1
+    fi
+    echo "run.slurm: requeueing job $job"
+    scontrol requeue "$job" || { echo "run.slurm: error: the requeue failed, see above" >&2; return 1; }
+}

@@ -1,0 +1,227 @@
+"""One row for each example: how it is started, what its default run trains, and what it promises."""
+
+import shlex
+import shutil
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
+assert EXAMPLES, "no examples/*/train.py found"
+# What runs leave behind.
+LEFT_OUT = shutil.ignore_patterns("output", "data", "__pycache__", ".venv", "*.out", "*.log")
+
+
+def copy_example(source: Path, target: Path) -> Path:
+    """Copy an example's folder, as `cp -r` would, without what earlier runs may have left in it."""
+    return Path(shutil.copytree(source, target, ignore=LEFT_OUT))
+
+
+# How torchrun names a killed process. Once in some hundred times it reads the report that another process is just
+# writing, of its lost connection, and fails on that instead.
+TORCHRUN_KILLED = r"rank *: \d(.|\n)*SIGKILL|Failed to parse reply file"
+
+EPOCH = "epoch {:2}/"  # what the line of an epoch begins with
+# How train.py prints a column of metrics.csv: the words before the number, the unit after it, by what the column is
+# multiplied, and how many digits follow the point.
+PRINTED = {"test_accuracy": ("test acc", "%", 100, 2), "test_loss": ("test loss", "", 1, 4)}
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One row. What has a default value is the same for most examples."""
+
+    # How its processes are started and how they end.
+    local: str  # the README's command, with {n} for the number of processes
+    status_after_bad_input: int  # the exit status
+    processes_in_job: int  # how many run.slurm starts, unmodified, on nodes without GPUs
+    kill_message: str = r"(process \d|rank:? *\d)(.|\n)*SIGKILL"  # how stderr names a killed process: a pattern
+    backend: str = "gloo"  # the word in the first line of a local run
+    meets: str = ""  # of a launch pattern: where its processes learn of each other, for the README's picture
+    rank: str = "torch.distributed.get_rank()"  # the expression that gives a process its number, in a model
+
+    # What its default run trains, and what train.py is like.
+    first_line: str = "ConvNet on digits"  # what the first line that a run prints begins with
+    learns: tuple[str, str, float] = ("test_accuracy", ">=", 0.96)  # a column of metrics.csv: its bound at the end
+    train_loss: tuple[float, float] = (1, 0.2)  # above the one in the first epoch, below the other in the last
+    checkpoint: str = "checkpoint.pt"  # or a pattern that names one file of it
+    epoch_start: str = "    start = time.perf_counter()\n"  # the line of train.py where an epoch begins
+    torchvision: bool = False  # whether its framework imports it, asked for or not
+    global_batch: int = 128  # with two processes
+    lines: int = 220  # that train.py has at most
+    alone: str = "train.main(train.parse_args())"  # what one process calls to train without a launcher
+    prepare: str = ""  # the README's command that makes the data, if they are not in the folder
+    model: str = "model.pt"  # the trained model, in the output folder
+    download: str = "python -m common.data"  # the command that downloads mnist, without its arguments
+
+    # Which clauses of the contract it keeps.
+    convnet: bool = True  # it trains the ConvNet on images
+    pytorch: bool = True  # it uses PyTorch: its order of samples, its initial weights, its modules at sites
+    gpus: bool = True  # it uses GPUs, where there are any
+    fp64: bool = True  # it can train in fp64
+    fp16: bool = False  # it can train in fp16, by --precision or, if it has one, by its configuration file
+    job_recovers: bool = False  # the launcher in run.slurm starts a dead worker again
+    stops_at_a_step: bool = False  # train.py saves after its current step when SLURM asks the job to stop
+    any_world_size: bool = False  # a run may be resumed with another number of processes, at the same global batch
+
+    def command(self, processes: int) -> list[str]:
+        """Return the command, as a list of words, that starts `processes` processes on this machine."""
+        return shlex.split(self.local.format(n=processes))
+
+    @property
+    def pattern(self) -> bool:
+        """Whether it is one of the five launch patterns; fewer tests of the other examples are ordinary ones."""
+        return bool(self.meets)
+
+    @property
+    def metric(self) -> str:
+        """The words that stand before what the run learns in the lines that it prints."""
+        return PRINTED[self.learns[0]][0]
+
+    def has_learnt(self, row: dict[str, float], tolerance: float = 0) -> bool:
+        """Return whether a row of metrics.csv keeps the bound, or misses it by no more than `tolerance`."""
+        column, direction, bound = self.learns
+        return row[column] >= bound - tolerance if direction == ">=" else row[column] <= bound + tolerance
+
+
+LAUNCHERS = {
+    "ddp_spawn": Launcher(
+        "python train.py --processes {n}",
+        status_after_bad_input=2,
+        processes_in_job=2,
+        meets="in a store that train.py opens",
+        alone="store = train.dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
+        "train.main(0, train.parse_args(), store.port)",
+    ),
+    "deepspeed": Launcher(
+        "torchrun --standalone --nproc-per-node={n} train.py",
+        status_after_bad_input=1,
+        processes_in_job=4,
+        meets="in a store on the first node; no ssh",
+        fp16=True,
+        checkpoint="checkpoint/epoch*/*_model_states.pt",
+        kill_message=TORCHRUN_KILLED,
+        fp64=False,
+    ),
+    "fsdp": Launcher(
+        "torchrun --standalone --nproc-per-node={n} train.py",
+        status_after_bad_input=1,
+        processes_in_job=4,
+        lines=280,
+        first_line="TinyGPT on a random source",
+        learns=("test_loss", "<=", 2.2235 + 0.1),  # the source's entropy, and what may be missing
+        train_loss=(2.6, 2.3),
+        checkpoint="checkpoint/epoch*/__0_0.distcp",
+        global_batch=16,
+        epoch_start='    start = time.perf_counter() - progress["seconds"]\n',
+        convnet=False,
+        job_recovers=True,
+        stops_at_a_step=True,
+        any_world_size=True,
+        kill_message=TORCHRUN_KILLED,
+    ),
+    "horovod_cpu": Launcher(
+        "horovodrun --gloo -np {n} python train.py",
+        status_after_bad_input=1,
+        processes_in_job=4,
+        meets="through PMIx, for MPI",
+        rank="__import__('horovod.torch').torch.rank()",
+        kill_message=r"Process name: \d\nExit code: 137",
+        gpus=False,
+    ),
+    "horovod_lightning": Launcher(
+        "horovodrun --gloo -np {n} python train.py",
+        status_after_bad_input=1,
+        processes_in_job=4,
+        lines=280,
+        epoch_start="        self.start = time.perf_counter()\n",
+        rank="__import__('horovod.torch').torch.rank()",
+        kill_message=r"Process name: \d\nExit code: 137",
+        torchvision=True,  # torchmetrics does
+        gpus=False,
+    ),
+    "horovod_tensorflow": Launcher(
+        "horovodrun --gloo -np {n} python train.py",
+        status_after_bad_input=1,
+        processes_in_job=4,
+        checkpoint="checkpoint.npz",
+        model="model.keras",
+        download="python numpy_data.py",
+        rank="__import__('horovod.tensorflow').tensorflow.rank()",
+        kill_message=r"Process name: \d\nExit code: 137",
+        gpus=False,
+        pytorch=False,
+    ),
+    "lightning": Launcher(
+        "python train.py --devices {n}",
+        status_after_bad_input=2,
+        processes_in_job=4,
+        meets="by the variables SLURM_*",
+        epoch_start="        self.start = time.perf_counter()\n",
+        torchvision=True,  # torchmetrics does
+    ),
+    "lora": Launcher(
+        "torchrun --standalone --nproc-per-node={n} train.py",
+        status_after_bad_input=1,
+        processes_in_job=4,
+        lines=280,
+        first_line="LlamaForCausalLM in model on text.txt",
+        learns=("test_loss", "<=", 4.35),
+        train_loss=(5, 4.4),
+        global_batch=8,
+        prepare="python make_model.py",
+        model="adapter/adapter_model.safetensors",
+        epoch_start='    start = time.perf_counter() - progress["seconds"]\n',
+        torchvision=find_spec("torchvision") is not None,  # transformers does, where it is installed
+        convnet=False,
+        job_recovers=True,
+        stops_at_a_step=True,
+        kill_message=TORCHRUN_KILLED,
+    ),
+    "torchrun_multinode": Launcher(
+        "torchrun --standalone --nproc-per-node={n} train.py",
+        status_after_bad_input=1,
+        processes_in_job=4,
+        meets="in a store on the first node",
+        epoch_start='    start = time.perf_counter() - progress["seconds"]\n',
+        job_recovers=True,
+        stops_at_a_step=True,
+        kill_message=TORCHRUN_KILLED,
+    ),
+    "torchrun_vision": Launcher(
+        "torchrun --standalone --nproc-per-node={n} train.py",
+        status_after_bad_input=1,
+        processes_in_job=4,
+        fp16=True,
+        lines=280,
+        first_line="resnet18 on images",
+        learns=("test_accuracy", ">=", 0.7),
+        train_loss=(1.3, 1),
+        global_batch=32,
+        prepare="python make_images.py",
+        epoch_start='    start = time.perf_counter() - progress["seconds"]\n',
+        torchvision=True,
+        convnet=False,
+        job_recovers=True,
+        stops_at_a_step=True,
+        kill_message=TORCHRUN_KILLED,
+    ),
+}
+
+assert sorted(LAUNCHERS) == EXAMPLES, f"not in both, examples/ and LAUNCHERS: {set(LAUNCHERS) ^ set(EXAMPLES)}"
+HOROVOD = [name for name in EXAMPLES if (ROOT / "examples" / name / "install.sh").exists()]  # which that script builds
+
+# Open MPI starts nothing as root, as whom tests run in a container, unless these variables permit it.
+MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+# Examples that can be started in a second way, and keep the contract then, too: the row for that.
+SECOND_LAUNCHERS = {
+    "horovod_cpu": replace(
+        LAUNCHERS["horovod_cpu"],
+        local=shlex.join(["env", *(f"{name}={value}" for name, value in MPI_AS_ROOT.items())])
+        + " NP={n} bash mpirun_local.sh",
+        status_after_bad_input=2,
+        backend="mpi",
+        kill_message=r"process rank \d (.|\n)*signal 9",
+    ),
+}

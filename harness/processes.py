@@ -1,0 +1,124 @@
+"""The processes of a run: the environment that they start with, and how to find them, wherever they are."""
+
+import contextlib
+import math
+import os
+import re
+import select
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ASK_SLURM = 1.0  # seconds between two questions to SLURM: several tests wait at a time, on few cores
+FOREIGN = re.compile(r"SLURM|OMPI_|PMI|HOROVOD_|MASTER_|TORCHELASTIC|(RANK|WORLD_SIZE|LOCAL_RANK|OMP_NUM_THREADS)$")
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this environment without what a job or another launcher has set, and without GPUs."""
+    kept = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
+    return kept | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def find_processes(variable: str) -> list[int]:
+    """Return the ids of all living processes that have `variable`, as NAME=value, in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:  # it has ended, or is not ours
+            continue
+    return found
+
+
+def command_lines(pids: list[int]) -> list[str]:
+    """Return the command lines of those of these processes that are still there."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            if words := Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0"):
+                found.append(words.replace(b"\0", b" ").decode(errors="replace"))
+    return found
+
+
+def with_framework(pids: list[int]) -> dict[int, int]:
+    """Of these processes return those that have PyTorch or TensorFlow loaded, with their parents.
+
+    The workers of PyTorch's DataLoader, which read data for one of them, are left out.
+    """
+    found = {}
+    for pid in pids:
+        try:
+            if Path(f"/proc/{pid}/comm").read_text() == "pt_data_worker\n":
+                continue
+            if re.search("libtorch|libtensorflow", Path(f"/proc/{pid}/maps").read_text()):
+                found[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def workers(pids: list[int]) -> list[int]:
+    """Of these processes return those that train: they have a framework loaded, and started none of the others."""
+    parents = with_framework(pids)
+    return [pid for pid in parents if pid not in parents.values()]
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str, pause: float = 0.2) -> None:
+    """Wait until a condition holds; raise AssertionError, with `what`, if it does not within `seconds`.
+
+    `pause` is the time between two questions: ASK_SLURM where each costs several processes.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what}"
+        time.sleep(pause)
+
+
+def seldom(ask: Callable[[], bool], pause: float = ASK_SLURM) -> Callable[[], bool]:
+    """Return a function that asks at most once in `pause` seconds, and gives the last answer again until then.
+
+    It is for a condition of wait_until beside another one that costs little and is asked more often.
+    """
+    asked, answer = -math.inf, False
+
+    def last() -> bool:
+        nonlocal asked, answer
+        if time.monotonic() - asked >= pause:
+            answer, asked = ask(), time.monotonic()
+        return answer
+
+    return last
+
+
+@contextlib.contextmanager
+def running(words: Sequence[object], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Run a command for as long as the block lasts, with a pipe for its stdout; `options` go to subprocess.Popen."""
+    options = {"stdout": subprocess.PIPE, "text": True} | options
+    with subprocess.Popen(words, **options) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def read_line(process: subprocess.Popen[str], seconds: float) -> str:
+    """Return the next line of a process's stdout, or what comes before its end; AssertionError if neither comes.
+
+    It takes one byte at a time from the pipe itself, so that nothing waits in a buffer that others do not look into.
+    """
+    deadline, line = time.monotonic() + seconds, b""
+    while not line.endswith(b"\n"):
+        ready, _, _ = select.select([process.stdout], [], [], max(0, deadline - time.monotonic()))
+        assert ready, f"{process.args} printed no line within {seconds} s, only {line}"
+        byte = os.read(process.stdout.fileno(), 1)
+        if not byte:
+            break
+        line += byte
+    return line.decode()

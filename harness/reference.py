@@ -1,0 +1,40 @@
+"""The reference run of an example: the default one, as a newcomer starts it, which others are compared with.
+
+    python -m harness.reference EXAMPLE SHIPPED FOLDER
+
+makes it for the copy of an example in SHIPPED, with what the example itself requires and nothing else installed.
+`nox -s smoke` does so before it installs what the tests need: with that, a requirement that the example lacks would be
+hidden. FOLDER keeps it for the tests.
+"""
+
+import argparse
+from pathlib import Path
+
+from harness import readme
+from harness.launchers import LAUNCHERS, copy_example
+from harness.runs import Reference, references
+
+
+def reference(example: str, shipped: Path, kept: Path) -> Reference:
+    """Run what the README says under "Run locally", word for word, in a fresh copy, unless `kept` has that already."""
+
+    def make(folder: Path) -> list[Reference]:
+        copy_example(shipped, folder)
+        local = " ".join(LAUNCHERS[example].command(2))
+        run = readme.run_block(readme.until(folder / "README.md", local), folder)
+        return [Reference(folder / "output", run.stdout, run.stderr, run.left)]
+
+    return references(kept / f"reference-{example}", make)[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("example", choices=[*LAUNCHERS])
+    parser.add_argument("shipped", type=Path)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    reference(args.example, args.shipped.resolve(), args.folder.resolve())
+
+
+if __name__ == "__main__":
+    main()

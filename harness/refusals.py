@@ -1,0 +1,88 @@
+"""How bad input has to end: with one clear line and the right status."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from harness.launchers import LAUNCHERS
+from harness.runs import Run
+
+
+def assert_refused(run: Run, status: int, *texts: str) -> None:
+    """Check that bad input ended a run with `status` and one clear line, without a traceback.
+
+    A launcher that makes a status of its own, other than train.py's 2, may add its own traceback, with no file of ours.
+    """
+    lines = {line for line in run.stderr.splitlines() if line.startswith("train.py: error: ")}
+    assert len(lines) == 1, f"not one error line but {len(lines)}:\n{run.stdout}\n{run.stderr}"
+    assert all(text in min(lines) for text in texts), f"{texts} not in {lines}"
+    ours = r'File "(.*/)?(train|train_lm|plumbing|data|models)\.py"'
+    assert not re.search("Traceback" if status == 2 else ours, run.stderr), run.stderr
+    assert run.status == status, f"status {run.status}, not {status}"
+
+
+# What torchrun sets, for a process that is the only one; and it makes a folder for reports of errors.
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
+TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+MAKE_REPORTS = """
+folder = os.path.join(tempfile.gettempdir(), "torchelastic_a", "none_b", "attempt_0", "0")
+os.makedirs(folder)
+os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, "error.json")
+"""
+END = "end of a case\n"
+EACH = """
+import os, sys, tempfile, train
+if "torch" in sys.modules:
+    import torch._dynamo  # which every optimizer imports: once here, not in each child
+for call, words in {cases}:
+    sys.argv = ["train.py", *words.split()]
+    sys.stdout.flush()
+    if os.fork() == 0:
+        try:
+            exec(call)
+        except SystemExit as end:  # an interpreter with PyTorch needs a second for its own end
+            sys.stderr.flush()
+            os._exit(end.code)
+        os._exit(0)
+    print("status", os.waitstatus_to_exitcode(os.wait()[1]))
+    os.write(2, {end!r})
+"""
+
+
+def assert_calls_refused(folder: Path, cases: Mapping[tuple[str, str], list[str]], **environment: str) -> None:
+    """Check that each call, with its command line of train.py, ends with status 2 and one line that has all its texts.
+
+    No traceback is shown, and nothing is left in the temporary folder. One process here, without a launcher, imports
+    train.py, and has a child for each of them: a start for each would take minutes.
+    """
+    (folder / "each.py").write_text(EACH.format(cases=list(cases), end=END.encode()))
+    run = Run(["python", "each.py"], folder, environment).wait()
+    assert run.stdout == "status 2\n" * len(cases), run.stdout + run.stderr
+    *parts, _ = run.stderr.split(END)
+    for part, (case, texts) in zip(parts, cases.items(), strict=True):
+        lines = [line for line in part.splitlines() if line.startswith("train.py: error: ")]
+        assert len(lines) == 1 and all(text in lines[0] for text in texts), f"{case}: {part}"
+    assert "Traceback" not in run.stderr and not run.left, f"{run.stderr}\n{run.left}"
+
+
+def assert_arguments_refused(
+    folder: Path, texts: Mapping[str, list[str]], call: str = "train.parse_args()", **environment: str
+) -> None:
+    """Check that `call` refuses each of these command lines, in an environment with these variables, too."""
+    assert_calls_refused(folder, {(call, words): expected for words, expected in texts.items()}, **environment)
+
+
+def assert_runs_refused(
+    example: str, folder: Path, texts: Mapping[str, list[str]], calls: Mapping[tuple[str, str], list[str]]
+) -> None:
+    """Check that a run of one process, which no launcher has to start, refuses each of these command lines; and calls.
+
+    Each process ends before it trains.
+    """
+    row = LAUNCHERS[example]
+    _, _, alone = " ".join(row.command(1)).partition("train.py")
+    call, variables = row.alone, {}
+    if "torchrun" in row.local:
+        call, variables = MAKE_REPORTS + call, TORCHRUN
+    cases = {(call, f"{alone} {words}"): expected for words, expected in texts.items()}
+    assert_calls_refused(folder, cases | calls, **variables)

@@ -1,0 +1,1 @@
+"""What belongs to no example: the repository itself, lab/, preflight/, benchmarks/ and studies/."""

@@ -1,0 +1,242 @@
+"""The form of the examples: short lessons, plumbing beside them, and copies that are held to be the same."""
+
+import ast
+import io
+import re
+import shutil
+import tokenize
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness import copies, edits, runs
+from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, copy_example
+
+# The most lines of each file; of train.py, see `lines` in the table of the examples.
+LINES = {"run.slurm": 50, "plumbing.py": 300, "plumbing.sh": 120}
+TRAINING_BY = 100  # the line before which the function that trains begins
+LONGEST, PARAMETERS = 50, 6  # lines and parameters of a function
+
+
+def text_of(name: str, file: str = "train.py") -> str:
+    """Return the text of a file of an example."""
+    return (ROOT / "examples" / name / file).read_text()
+
+
+def functions(text: str) -> dict[str, ast.FunctionDef]:
+    """Return the functions of a program by their names, those in classes included."""
+    return {node.name: node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
+
+
+def assert_readable(text: str, most: int) -> None:
+    """Check that a lesson is short, that training begins early, and that functions and comments are short, too."""
+    lines = text.splitlines()
+    assert len(lines) <= most
+    starts = [i for i, line in enumerate(lines, 1) if re.match(r" *def (train_one_epoch|training_step)\(", line)]
+    assert len(starts) == 1 and starts[0] < TRAINING_BY
+    for name, node in functions(text).items():
+        assert node.end_lineno - node.lineno < LONGEST, name
+        assert len(node.args.args) <= PARAMETERS, name
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    commented = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+    assert 0.08 <= len(commented) / len(lines) <= 0.2
+    assert not re.search(r"# \w+:\s*$", text, re.MULTILINE), "a tag without words"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_two_files_to_read(name: str) -> None:
+    """train.py and run.slurm are lessons from the first line to the last; what they call is short, too."""
+    assert_readable(text_of(name), LAUNCHERS[name].lines)
+    for file, most in LINES.items():
+        assert len(text_of(name, file).splitlines()) <= most, file
+    for file in ("train.py", *LINES):
+        assert all(len(line) <= 120 for line in text_of(name, file).splitlines()), file
+
+
+def test_two_files_to_read_can_fail() -> None:
+    """A long file, late training, a long function, many parameters and a tag without words are each noticed."""
+    text, most = text_of("ddp_spawn"), LAUNCHERS["ddp_spawn"].lines
+    assert_readable(text, most)
+    long = text.replace("    # Train.\n", "    # Train.\n" + "    print()\n" * 15)
+    late = text.replace("\n\n\ndef setup", "\n" * 35 + "def setup")
+    bare = text.replace("# ddp: sum over all processes", "# ddp:", 1)
+    many = text.replace("def setup(args, ", "def setup(args, a, b, c, d, e, ")
+    for bad, bound in ((text + "\n" * 40, most), *((bad, 1000) for bad in (long, late, bare, many))):
+        assert bad != text
+        with pytest.raises(AssertionError):
+            assert_readable(bad, bound)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_header_of_run_slurm(name: str) -> None:
+    """run.slurm has no line that sbatch would ignore, and marks what everybody has to look at."""
+    lines = text_of(name, "run.slurm").splitlines()
+    assert lines[0] == "#!/bin/bash" and f"#SBATCH --job-name={name} " in "\n".join(lines), "the log is named after it"
+    assert not [line for line in lines if re.match(r"#+\s+SBATCH|\s+#SBATCH", line)]
+    options = {line.split()[1].split("=")[0] for line in lines if line.startswith("#SBATCH ")}
+    assert options >= {"--nodes", "--ntasks-per-node", "--cpus-per-task", "--time", "--requeue", "--signal", "--output"}
+    first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not [line for line in lines[first_command:] if line.startswith("#SBATCH")]
+    marked = {line.split()[1].split("=")[0] for line in lines if line.startswith("#") and "# EDIT" in line}
+    gpus = {"--gpus-per-node"} if LAUNCHERS[name].gpus else set()
+    assert {"--time", "--partition", "--account"} | gpus <= marked
+    assert marked <= {"--time", "--partition", "--account", "--cpus-per-task", "--nodes", "--ntasks-per-node"} | gpus
+
+
+def test_diff_shows_the_launcher() -> None:
+    """ddp_spawn and torchrun_multinode differ in at most 90 lines: the launcher, accumulation, stopping."""
+    assert 40 < edits.changed_lines(text_of("ddp_spawn"), text_of("torchrun_multinode")) <= 90
+    assert edits.changed_lines("a\nb\n", "a\nc\nd\n") == 3 and edits.changed_lines("a\n", "a\n") == 0
+
+
+def test_same_learning_rate() -> None:
+    """The function that scales and warms up the learning rate is the same text in all; fsdp counts groups."""
+    found = [ast.unparse(functions(text_of(name))["learning_rate"]) for name in EXAMPLES]
+    assert {text.replace("args.groups", "args.world_size") for text in found} == {found[0]}
+
+
+def test_learning_rate() -> None:
+    """The rate rises along a line to --lr times 1, the processes or their square root, and then stays."""
+    names: dict[str, Callable[[Namespace, int], float]] = {}
+    exec(ast.unparse(functions(text_of(EXAMPLES[0]))["learning_rate"]), names)
+    for scale, factor in ((None, 1), ("linear", 4), ("sqrt", 2)):
+        args = Namespace(lr=0.5, scale_lr=scale, warmup_steps=3, world_size=4)
+        rates = [names["learning_rate"](args, step) for step in range(6)]
+        assert rates == [0.5 * factor * share for share in (0.25, 0.5, 0.75, 1, 1, 1)]
+        args.warmup_steps = 0
+        assert names["learning_rate"](args, 0) == names["learning_rate"](args, 10**6) == 0.5 * factor
+
+
+class WithoutPlumbing(ast.NodeTransformer):
+    """Remove the import of plumbing and each call to it, whose value is None then."""
+
+    def visit_Import(self, node: ast.Import) -> ast.Import | None:
+        return None if node.names[0].name == "plumbing" else node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.decorator_list = [part for part in node.decorator_list if "plumbing" not in ast.unparse(part)]
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        return ast.Constant(None) if ast.unparse(node.func).startswith("plumbing.") else self.generic_visit(node)
+
+
+def test_without_plumbing(tmp_path: Path) -> None:
+    """Without plumbing.py and the calls to it, ddp_spawn's train.py still trains: its loss falls as before."""
+    folder = copy_example(ROOT / "examples" / "ddp_spawn", tmp_path / "plain")
+    (folder / "plumbing.py").unlink()
+    (folder / "plumbing.sh").unlink()
+    text = text_of("ddp_spawn").replace("plumbing.print_epoch(args, progress)", "print('row', row) if rank == 0 else 0")
+    tree = ast.fix_missing_locations(WithoutPlumbing().visit(ast.parse(text)))
+    assert "plumbing" not in "\n".join(ast.unparse(tree).splitlines()[10:])  # the docstring names it
+    (folder / "train.py").write_text(ast.unparse(tree))
+    run = runs.train("ddp_spawn", folder, 2)
+    losses = [ast.literal_eval(row)["train_loss"] for row in re.findall(r"^row (.*)$", run.stdout, re.MULTILINE)]
+    assert len(losses) == 5 and losses[0] > 1 and losses[-1] < 0.2
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A copy of what `nox -s sync` looks at."""
+    left_out = shutil.ignore_patterns("output", "data", ".venv", "__pycache__")
+    for name in ("common", "examples", "harness", "jupyter"):
+        shutil.copytree(ROOT / name, tmp_path / "copy" / name, ignore=left_out)
+    shutil.copy(ROOT / "noxfile.py", tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_sync_of_common(repository: Path) -> None:
+    """`nox -s sync` fails on a changed, a missing and an extra file, names them, and --fix corrects them."""
+    assert runs.nox(repository, "-s", "sync").returncode == 0
+    copy = repository / "examples" / EXAMPLES[0] / "common"
+    (copy / "models.py").write_text((copy / "models.py").read_text() + "\n")
+    (copy / "digits.npz").unlink()
+    (copy / "extra.py").touch()
+    without_torch = "horovod_tensorflow/common/models.py"  # that one has the data file only
+    (repository / "examples" / without_torch).write_text((ROOT / "common" / "models.py").read_text())
+    failed = runs.nox(repository, "-s", "sync")
+    assert failed.returncode != 0
+    assert all(f"{EXAMPLES[0]}/common/{name}" in failed.stderr for name in ("models.py", "digits.npz", "extra.py"))
+    assert without_torch in failed.stderr
+    assert "data.py" not in failed.stderr and "nox -s sync -- --fix" in failed.stderr
+    assert runs.nox(repository, "-s", "sync", "--", "--fix").returncode == 0
+    assert copies.differences(repository) == [] and runs.nox(repository, "-s", "sync").returncode == 0
+
+
+@pytest.mark.parametrize("name", copies.FILES)
+def test_sync_of_files(repository: Path, name: str) -> None:
+    """A file that differs from the first example's is named, and --fix writes that one's text into the others.
+
+    With `# own: why` in it, it may differ, and --fix leaves it alone. A changed source changes all others.
+    """
+    assert copies.differences(repository) == []
+    path, source = repository / "examples" / "horovod_lightning" / name, copies.in_examples(repository, name)[0]
+    before = path.read_text()
+    path.write_text(f"{before}\n# changed\n")
+    assert copies.differences(repository) == [f"examples/horovod_lightning/{name}"]
+    copies.fix(repository)
+    assert path.read_text() == before and copies.differences(repository) == []
+
+    path.write_text(own := f"{before}\n# own: this launcher needs another\n")
+    assert copies.differences(repository) == []
+    copies.fix(repository)
+    assert path.read_text() == own
+    path.write_text(before)
+
+    source.write_text(f"{source.read_text()}\n# changed\n")
+    assert f"examples/horovod_lightning/{name}" in copies.differences(repository)
+    assert not any("horovod_tensorflow" in wrong for wrong in copies.differences(repository))  # which has its own
+    copies.fix(repository)
+    assert path.read_text() == source.read_text() != before and copies.differences(repository) == []
+
+
+CHANGES: dict[str, tuple[str, str, str]] = {  # file, what is changed, and the function in which it is
+    "Python": ("examples/ddp_spawn/plumbing.py", "os.fsync(file.fileno())", "write"),
+    "bash": ("examples/ddp_spawn/plumbing.sh", 'touch "$output/started"', "prepare"),
+    "jupyter": ("jupyter/run.slurm", "status=$?", "wait_for"),
+}
+
+
+@pytest.mark.parametrize(("file", "old", "function"), CHANGES.values(), ids=CHANGES)
+def test_sync_of_functions(repository: Path, file: str, old: str, function: str) -> None:
+    """A function that differs from the first example's is named, and --fix writes that one's text into the others.
+
+    With `# own: why` above it, it may differ, and --fix leaves it alone. A changed source changes all others.
+    """
+    before = (repository / file).read_text()
+    edits.edit(repository / file, old, f"{old}  # changed")
+    assert copies.differences(repository) == [f"{file}: {function}"]
+    copies.fix(repository)
+    assert (repository / file).read_text() == before
+
+    edits.edit(repository / file, old, f"{old}  # changed")
+    start = re.search(rf"^(def )?{function}\(", before, re.MULTILINE)[0]
+    edits.edit(repository / file, f"\n{start}", f"\n# own: this launcher needs another\n{start}")
+    own = (repository / file).read_text()
+    assert copies.differences(repository) == []
+    copies.fix(repository)
+    assert (repository / file).read_text() == own
+
+    source = repository / "examples" / copies.FIRST / Path(file.replace("jupyter/run.slurm", "plumbing.sh")).name
+    edits.edit(source, old, f"{old}  # changed")
+    wrong = copies.differences(repository)
+    assert len(wrong) > 1 and all(name.endswith(f": {function}") for name in wrong)
+    copies.fix(repository)
+    assert copies.differences(repository) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "function"),
+    [("horovod_lightning/plumbing.py", "gather"), ("fsdp/shards.py", "begin")],
+    ids=["own", "shards"],
+)
+def test_sync_of_other_functions(repository: Path, file: str, function: str) -> None:
+    """Functions that are own for the same reason have the same text, too, and those of shards.py as well."""
+    path = repository / "examples" / file
+    before = path.read_text()
+    edits.edit(path, f"def {function}(", f"def {function}(changed, ")
+    assert copies.differences(repository) == [f"examples/{file}: {function}"]
+    copies.fix(repository)
+    assert copies.differences(repository) == [] and path.read_text() == before

@@ -1,0 +1,198 @@
+"""benchmarks/peers.py with stand-ins, which train nothing, for the public scripts, GitHub and our example."""
+
+import csv
+import dataclasses
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from benchmarks import peers
+from harness import outputs
+from harness.launchers import EXAMPLES, ROOT
+
+# A public script, whose clock tells what it is told: 100 s for the first epoch, then 1, then 4.
+THEIRS = """\
+import sys, time
+time.perf_counter = iter([0.0, 100.0, 100.0, 101.0, 200.0, 204.0]).__next__
+DEVICE = "cuda"
+assert DEVICE == "cpu", "no GPU | here"
+assert open("data/MNIST/raw/t10k-labels-idx1-ubyte", "rb").read()[:8] == bytes([0, 0, 8, 1, 0, 0, 0, 50])
+for epoch in range(int(sys.argv[1])):
+    train = True
+"""
+# An example of ours: 1250, 625 and 937.5 images/s in the second epoch of its runs in fp32, in bf16 twice that.
+OURS = """\
+import argparse, pathlib, re
+parser = argparse.ArgumentParser()
+for name in ("processes", "epochs", "batch-size"):
+    parser.add_argument(f"--{{name}}", type=int)
+for name in ("dataset", "data-dir", "precision"):
+    parser.add_argument(f"--{{name}}")
+args = parser.parse_args()
+images = pathlib.Path(args.data_dir, "MNIST", "raw", "train-images-idx3-ubyte")
+assert (args.processes, args.batch_size, args.dataset, images.stat().st_size) == (2, 64, "mnist", 16 + 300 * 784)
+counter = pathlib.Path({counter!r} + args.precision)
+number = len(counter.read_text()) if counter.exists() else 0
+counter.write_text("x" * (number + 1))
+speed = [1250, 625, 937.5][number] * (2 if args.precision == "bf16" else 1)
+pathlib.Path("output").mkdir()
+lines = ["epoch,samples_per_second", "1,1"] + [f"{{epoch}},{{speed}}" for epoch in range(2, args.epochs + 1)]
+pathlib.Path("output", "metrics.csv").write_text("\\n".join(lines) + "\\n")
+"""
+CLOCK = peers.clock("True", "250")
+EDITS = [
+    (1, '"cuda"', '"cpu"'),
+    (1, "    train = True\n", f"    {CLOCK}    train = True\n    {CLOCK}"),
+]
+
+
+def git(folder: Path, *words: str) -> str:
+    """Run git as somebody, and return what it has printed."""
+    who = ["-c", "user.name=Somebody", "-c", "user.email=somebody@example.org"]
+    words = ["git", *who, "-C", folder, *words]
+    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+@pytest.fixture
+def github(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in GitHub's place: it has one repository, of which the benchmark knows a commit that is not the last."""
+    folder = tmp_path / "github" / "some" / "scripts"
+    folder.mkdir(parents=True)
+    git(folder, "init")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "theirs.py").write_text(THEIRS)
+    git(folder, "add", ".")
+    git(folder, "commit", "-m", "The script")
+    commit = git(folder, "rev-parse", "HEAD").strip()
+    git(folder, "rm", "-r", "sub")
+    git(folder, "commit", "-m", "Now it is gone")
+    good = peers.Peer("some/scripts", commit, ("ddp_spawn",), "python theirs.py {epochs}", {"sub/theirs.py": EDITS})
+
+    def change(**changes: object) -> peers.Peer:
+        return dataclasses.replace(good, **changes)
+
+    table = {
+        "good": good,
+        "fails": change(files={"sub/theirs.py": EDITS[1:]}),
+        "changed": change(files={"sub/theirs.py": [*EDITS, (1, "sys", "os")]}),
+        "silent": change(files={"sub/theirs.py": EDITS[:1]}),
+        "unknown": change(command="no-such-launcher theirs.py"),
+    }
+    monkeypatch.setattr(peers, "PEERS", table)
+    monkeypatch.setattr(peers, "GITHUB", f"file://{tmp_path}/github")
+    monkeypatch.setattr(peers, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(peers, "ROOT", tmp_path)
+    ours = tmp_path / "examples" / "ddp_spawn"
+    ours.mkdir(parents=True)
+    (ours / "train.py").write_text(OURS.format(counter=f"{tmp_path}/counter-"))
+    return tmp_path / "github"
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    """Call the benchmark's main() as `python -m benchmarks.peers` would."""
+    monkeypatch.setattr(sys, "argv", ["peers.py", *map(str, words)])
+    peers.main()
+
+
+def test_table(github: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ratios follow from the printed times, round by round; a script that gives no figure has a row that says why.
+
+    A script's epochs but the first are 1 s and 4 s long, for 250 images of each of 2 processes: 500 and 125 images/s,
+    of which the median is 312.5.
+    """
+    output = tmp_path / "results"
+    words = ["--rounds", 3, "--images", 300, "--precisions", "fp32", "bf16", "--output", output]
+    call(monkeypatch, *words)
+    table = (output / "peers.md").read_text()
+    rows = {}
+    for line in re.findall(r"^\| some/scripts@.*$", table, re.MULTILINE):
+        title, *row = [cell.strip() for cell in line.strip("|").split("|")]
+        commit = peers.PEERS["good"].commit
+        assert title == f"some/scripts@{commit[:7]}: theirs.py"
+        rows.setdefault(row[-1].partition(" ")[0], []).append(row)
+    assert rows[""] == [
+        ["312", "ddp_spawn, fp32", "938", "3.000 (2.00 to 4.00)", ""],
+        ["312", "ddp_spawn, bf16", "1875", "6.000 (4.00 to 8.00)", ""],
+    ]
+    with open(output / "peers.csv", newline="") as file:
+        runs = [(row["name"], row["precision"], float(row["samples_per_second"])) for row in csv.DictReader(file)]
+    ours = [1250, 625, 937.5]
+    three = [[("good", "fp32", 312.5), ("ddp_spawn", "fp32", x), ("ddp_spawn", "bf16", 2 * x)] for x in ours]
+    assert runs == sum(three, [])  # in turn, and each once in a round
+
+    remarks = {name: rows[name][0][-1] for name in ("fails", "changed", "silent", "unknown")}
+    assert all(rows[name][0][:4] == ["", "ddp_spawn, fp32", "938", ""] for name in remarks)
+    assert remarks["fails"] == "fails failed: AssertionError: no GPU / here (see peers-fails.log)"
+    assert "assert DEVICE" in (output / "peers-fails.log").read_text()
+    assert "script is not the one that this edit was written for: it says 'sys' 2 times, not 1" in remarks["changed"]
+    assert remarks["silent"] == "silent failed: it printed the time 0 times in 3 epochs"
+    assert "cannot run: [Errno 2]" in remarks["unknown"] and "no-such-launcher" in remarks["unknown"]
+
+
+def test_our_example_fails(github: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example of ours that fails has a remark, too, and no figure from an earlier run."""
+    (tmp_path / "examples" / "ddp_spawn" / "train.py").write_text("import horovod_of_tomorrow\n")
+    call(monkeypatch, "--only", "good", "--rounds", 2, "--images", 300, "--output", tmp_path / "results")
+    table = (tmp_path / "results" / "peers.md").read_text()
+    why = "ddp_spawn failed: ModuleNotFoundError: No module named 'horovod_of_tomorrow' (see peers-ddp_spawn.log)"
+    assert table.endswith(f": theirs.py | 312 | ddp_spawn, fp32 | {why} |\n"), table
+
+
+def test_sources(github: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """A commit is fetched once, or found in a clone of either place; what is not there is said in one line."""
+
+    def refused(*words: object) -> str:
+        with pytest.raises(SystemExit) as error:
+            call(monkeypatch, "--only", "good", *words)
+        message = error.value.code if isinstance(error.value.code, str) else capsys.readouterr().err.splitlines()[-1]
+        assert error.value.code != 0 and "\n" not in message
+        return message
+
+    peer, place = peers.PEERS["good"], "some+scripts"
+    assert peers.find_clones(["good"], None) == {"good": tmp_path / "cache" / place}
+    monkeypatch.setattr(peers, "GITHUB", f"file://{tmp_path}/nowhere")
+    assert peers.git(peers.find_clones(["good"], None)["good"], "show", f"{peer.commit}:sub/theirs.py").stdout == THEIRS
+    shutil.rmtree(tmp_path / "cache")
+    message = refused()
+    assert "cannot fetch" in message and "nowhere/some/scripts" in message and "--sources" in message
+
+    bare, tree = tmp_path / "bare" / place / "repo", tmp_path / "tree" / place
+    git(tmp_path, "clone", "--bare", str(github / "some" / "scripts"), str(bare))
+    git(tmp_path, "clone", str(github / "some" / "scripts"), str(tree))
+    for clone, sources in ((bare, tmp_path / "bare"), (tree, tmp_path / "tree")):
+        assert peers.find_clones(["good"], sources) == {"good": clone}
+    assert "there is no such folder" in refused("--sources", tmp_path / "none")
+    git(tmp_path, "init")  # a repository above the folder is not mistaken for one in it
+    (tmp_path / "empty" / place).mkdir(parents=True)
+    for sources in (github, tmp_path / "empty"):
+        assert f"{sources}/{place} that has the commit {peer.commit}" in refused("--sources", sources)
+    monkeypatch.setitem(peers.PEERS, "good", dataclasses.replace(peer, commit="0" * 40))
+    assert "has the commit 000" in refused("--sources", tmp_path / "tree")
+    assert "must be a second" in refused("--epochs", 1)
+    assert "too few" in refused("--images", 127)
+
+
+def test_rows_of_the_benchmark() -> None:
+    """Each script is compared with examples that exist, trains with our model, and prints the time twice an epoch."""
+    for peer in peers.PEERS.values():
+        assert set(peer.ours) <= set(EXAMPLES) and re.fullmatch("[0-9a-f]{40}", peer.commit)
+        edits = [edit for edits in peer.files.values() for edit in edits]
+        assert sum(new.count("clock: ") - old.count("clock: ") for _, old, new in edits) == 2
+        assert sum(peers.OUR_MODEL in new for _, _, new in edits) == 1
+
+
+def test_session() -> None:
+    """`nox -s bench -- --peers` runs this benchmark, and without --peers the other one."""
+    noxfile = outputs.import_file(ROOT / "noxfile.py")
+    for words, module in (
+        (["--peers", "--rounds", "7"], ["benchmarks.peers", "--rounds", "7"]),
+        (["--rounds", "7"], ["benchmarks.measure", "throughput", "--rounds", "7"]),
+    ):
+        session = Mock(posargs=words)
+        noxfile.bench(session)
+        session.run.assert_called_with("python", "-m", *module)

@@ -1,0 +1,828 @@
+"""preflight/ on a healthy lab, and on labs broken on purpose: each fault must be named in its own row."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness import outputs
+from harness.jobs import hand_over
+from harness.launchers import ROOT
+from harness.processes import read_line, running, wait_until
+from lab import Lab, why_not
+
+FOLDER = ROOT / "preflight"
+ROWS = ["answers", "names", "connections", "cpus", "tasks", "shared", "port", "gpus", "wheel", "clock"]
+ROWS += ["python", "reduce"]
+# Real torch, but with other answers to what it would ask a driver; it is imported in place of this file.
+TORCH = """
+import sys
+sys.path.remove({folder!r})
+del sys.modules["torch"]
+import torch
+def lazy_init():
+    raise {error}
+torch.cuda._lazy_init, torch.cuda.device_count, torch.version.cuda = lazy_init, lambda: {count}, {cuda!r}
+"""
+# In the place of torch, which needs a core for seconds, where PyTorch is not what is tested: what preflight.py uses of
+# it. Nothing is sent; in so many seconds as SECONDS says, something can happen while it is imported.
+STAND_IN = {
+    "__init__.py": """
+import os, time
+from types import SimpleNamespace
+time.sleep(float(os.environ.get("SECONDS", 0)))
+__version__, version = "2", SimpleNamespace(cuda=None, hip=None)
+cuda, device = SimpleNamespace(device_count=lambda: 0), str
+class ones:
+    def __init__(self, size, device):
+        if "cuda" in device:
+            raise RuntimeError("Found no NVIDIA driver on your system")
+        self.value = 1
+    def __getitem__(self, index):
+        return SimpleNamespace(item=lambda: self.value)
+""",
+    "distributed.py": """
+import time
+from types import SimpleNamespace
+def TCPStore(*_, **__):
+    return SimpleNamespace(port=1)
+def init_process_group(backend, world_size, **_):
+    all_reduce.world = world_size
+def all_reduce(tensor, group):
+    time.sleep(0.005)
+    tensor.value = all_reduce.world
+""",
+}
+OLD_DRIVER = (  # what torch says, in full
+    "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading "
+    "and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx Alternatively, go to: "
+    "https://pytorch.org to install a PyTorch version that has been compiled with your version of the CUDA driver."
+)
+
+pytestmark = [pytest.mark.slurm]
+needs_lab = pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
+
+
+def nvidia_smi(driver: str, capability: str, name: str) -> str:
+    """Return a script that answers for two GPUs; with no capability, it is one that does not know that field."""
+    unknown = 'Field "compute_cap" is not a valid field to query.'
+    return f"""case "$1" in
+    --query-gpu=driver_version) line="{driver}" ;;
+    --query-gpu=driver_version,name) line="{driver}, {name}" ;;
+    --query-gpu=driver_version,compute_cap,name) line="{driver}, {capability}, {name}" ;;
+    *) exit 9 ;;
+    esac
+    case "$1,{capability}" in *compute_cap*,) echo '{unknown}'; exit 2 ;; esac
+    echo "$line"; echo "$line" """
+
+
+def write_program(path: Path, script: str) -> None:
+    """Write a program that is this shell script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+class Run:
+    """A finished job: its rows as {check: (result, status, advice)}, its whole log and its exit status."""
+
+    def __init__(self, log: str, info: dict[str, str]) -> None:
+        self.log, self.info = log, info
+        self.status = int(info["ExitCode"].split(":")[0])
+        cells = [[cell.strip() for cell in line.split(" |")] for line in log.splitlines() if " |" in line]
+        self.rows = {row[0]: tuple(row[1:]) for row in cells if row[0] != "check"}
+        self.failed = {name for name, row in self.rows.items() if row[1] == "FAIL"}
+
+
+class Place:
+    """A folder that the lab's nodes share, to submit from; and one with `light`, an environment without real torch."""
+
+    def __init__(self, lab: Lab, folder: Path, tools: Path) -> None:
+        self.lab, self.folder, self.light = lab, folder, tools / "light"
+        self.light_python = f'PYTHONPATH={tools} exec {sys.executable} "$@"'
+        (tools / "torch").mkdir()
+        for name, text in STAND_IN.items():
+            (tools / "torch" / name).write_text(text)
+        write_program(self.light / "bin" / "python", self.light_python)
+        hand_over(tools)
+
+    def submit(
+        self,
+        *options: str,
+        args: tuple[str, ...] = (),
+        venv: str | Path = sys.prefix,
+        env: dict[str, str] | None = None,
+    ) -> str:
+        """Submit run.slurm with `options` of sbatch and `args` of preflight.py; return the job's id."""
+        words = ["sbatch", "--parsable", "--cpus-per-task=2", *options, "run.slurm", *args]
+        # ALLOW_CPU: here the lab's GPUs, which are stand-ins, shall be seen to be unusable.
+        done = self.lab.run(words, cwd=self.folder, env={"VENV": str(venv), "ALLOW_CPU": "", **(env or {})})
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def finish(self, job: str) -> Run:
+        """Wait for a job and read its table."""
+        info = self.lab.wait_for_job(job, seconds=180)
+        return Run((self.folder / f"preflight-{job}.out").read_text(), info)
+
+    def run(self, *options: str, **settings: Any) -> Run:
+        """Submit and wait."""
+        return self.finish(self.submit(*options, **settings))
+
+    def environment(self, **programs: str) -> Path:
+        """Make an environment for VENV whose programs are these shell scripts; `python` is ours if not named."""
+        venv = Path(tempfile.mkdtemp(prefix="venv-", dir=self.folder))
+        for name, script in {"python": f'exec {sys.executable} "$@"', **programs}.items():
+            write_program(venv / "bin" / name, script)
+        return hand_over(venv)
+
+
+def make(name: str, **settings: Any) -> Iterator[Place]:
+    """Start a lab of two nodes with a copy of preflight/ in a folder that they share."""
+    folder = Path(tempfile.mkdtemp(prefix="preflight-test-"))
+    for file in FOLDER.iterdir():
+        if file.is_file():
+            shutil.copy(file, folder)
+    hand_over(folder)
+    tools = Path(tempfile.mkdtemp(prefix="preflight-tools-"))
+    share = [folder, tools, *(path for path in (sys.prefix, sys.base_prefix) if path.startswith("/tmp/"))]
+    try:
+        # As on a real cluster, where SLURM itself takes minutes to notice a dead node.
+        with Lab(
+            nodes=2,
+            cpus=4,
+            gpus=2,
+            name=f"{name}{os.getpid()}",
+            share=share,
+            extra_conf=["SlurmdTimeout=300"],
+            **settings,
+        ) as lab:
+            yield Place(lab, folder, tools)
+    finally:
+        shutil.rmtree(folder)
+        shutil.rmtree(tools)
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Place]:
+    """A healthy lab."""
+    yield from make("prehealthy")
+
+
+@pytest.fixture
+def other_python(place: Place) -> Iterator[Callable[[str], Path]]:
+    """Return a function that makes an environment whose `python` is another program on node2."""
+    mounts = []
+
+    def environment(command: str) -> Path:
+        venv = place.environment(python=place.light_python, other=f'exec {command} "$@"')
+        place.lab.bind("node2", venv / "bin/other", venv / "bin/python")
+        mounts.append(venv / "bin/python")
+        return venv
+
+    yield environment
+    for mount in mounts:
+        place.lab.run(["umount", str(mount)], node="node2", user="root", check=True)
+
+
+@needs_lab
+def test_healthy(place: Place) -> None:
+    run = place.run()
+    assert {name: row[1] for name, row in run.rows.items()} == dict.fromkeys(ROWS, "ok"), run.log
+    assert run.status == 0 and run.info["JobState"] == "COMPLETED"
+    assert re.fullmatch(r"gloo \d+ MB/s, 2 tasks: \d+ ms for a step's 4.8 MB", run.rows["reduce"][0])
+    assert run.rows["wheel"] == (f"no GPU in this job: the pins as they are, torch {PINS[0]}, cpu", "ok", "")
+    assert not [name for name in os.listdir(place.folder) if name.startswith(".preflight")], "files are left"
+
+
+@needs_lab
+def test_per_process(place: Place) -> None:
+    run = place.run("--ntasks-per-node=2", args=("--pattern", "per-process"))
+    assert run.status == 0 and not run.failed, run.log
+    assert "4 of 4" in run.rows["answers"][0] and "4 tasks" in run.rows["reduce"][0]
+
+
+@needs_lab
+def test_one_cpu(place: Place) -> None:
+    run = place.run("--cpus-per-task=1", venv=place.light)
+    assert run.rows["cpus"][1] == "WARN" and "--cpus-per-task" in run.rows["cpus"][2], run.log
+    assert run.status == 1 and not run.failed  # a warning: not all is well
+
+
+@needs_lab
+def test_wrong_counts(place: Place) -> None:
+    """Two faults in one job: fewer cores than it asks for, and GPUs that torch cannot see."""
+    core = min(os.sched_getaffinity(0))
+    venv = place.environment(python=f'exec taskset --cpu-list {core} {sys.executable} "$@"')
+    run = place.run("--cpus-per-task=4", "--nodes=1", "--gpus-per-node=2", venv=venv)
+    assert run.status == 1 and run.failed == {"cpus", "gpus"}, run.log
+    assert "node1" in run.rows["cpus"][0]
+    result, _, advice = run.rows["gpus"]
+    assert "node1: 2 asked for, 0 in nvidia-smi (no driver), 0 usable in torch" in result
+    assert "Found no NVIDIA driver" in result and "UV_TORCH_BACKEND=auto" in advice
+    assert run.rows["wheel"] == ("unknown: nvidia-smi shows none of the GPUs asked for", "ok", "")
+
+
+@needs_lab
+@pytest.mark.parametrize(
+    ("error", "build", "gpu", "backend"),
+    [
+        (RuntimeError(OLD_DRIVER), "CUDA 13.2", ("470.57.02", "", "Tesla T4"), "cu118"),
+        (
+            AssertionError("Torch not compiled with CUDA enabled"),
+            "CPU only",
+            ("550.54.15", "7.0", "Tesla V100-SXM2-16GB"),
+            "cu126",
+        ),
+    ],
+)
+def test_torch_cannot_use_the_gpus(
+    place: Place, error: Exception, build: str, gpu: tuple[str, str, str], backend: str
+) -> None:
+    """The driver shows two GPUs, and torch has no use for them: the driver is too old, or the wheel is for CPUs."""
+    cuda = build.removeprefix("CUDA ") if "CUDA" in build else None
+    venv = place.environment(**{"nvidia-smi": nvidia_smi(*gpu)})
+    text = TORCH.format(folder=str(venv), error=repr(error), count=2 if cuda else 0, cuda=cuda)
+    (venv / "torch.py").write_text(text)
+    (venv / "bin/python").write_text(f'#!/bin/sh\nPYTHONPATH={venv} exec {sys.executable} "$@"\n')
+    run = place.run("--nodes=1", "--gpus-per-node=2", venv=venv)
+    assert run.failed == {"gpus"} and run.status == 1, run.log
+    driver, capability, name = gpu
+    start = f"node1: 2 asked for, 2 in nvidia-smi (driver {driver}), 0 usable in torch"
+    assert re.match(rf"{re.escape(start)} \S+ \({build}\): {type(error).__name__}: ", run.rows["gpus"][0])
+    assert str(error).split(".")[0] in run.rows["gpus"][0] and "http" not in run.rows["gpus"][0]
+    torch, vision, _ = WHEELS[backend]
+    command = f"UV_TORCH_BACKEND={backend} uv pip install"
+    assert run.rows["gpus"][2] == f"{command} --reinstall torch=={torch} torchvision=={vision}"
+    shown = f"2 {name} ({capability})" if capability else f"2 {name}"
+    result, status, advice = run.rows["wheel"]
+    assert result == f"{shown}, driver {driver}: torch {torch} and torchvision {vision}, {backend}" and status == "ok"
+    assert f"{command} -r requirements.txt" in advice and run.rows["reduce"][1] == "ok"
+
+
+@needs_lab
+def test_stand_in_gpus_on_an_old_slurm(place: Place) -> None:
+    """SLURM before 21.08 has no SLURM_GPUS_ON_NODE; and the lab's own GPUs, which are none, can be permitted."""
+    venv = place.environment(python=f"unset SLURM_GPUS_ON_NODE; {place.light_python}")
+    run = place.run("--nodes=1", "--gpus-per-node=2", venv=venv, env={"ALLOW_CPU": "1"})
+    assert run.rows["gpus"] == ("2 a node asked for, unusable; ALLOW_CPU=1 permits the CPU", "ok", ""), run.log
+
+
+@needs_lab
+def test_site_exports_nothing(place: Place) -> None:
+    """sbatch --export=NONE sets SLURM_EXPORT_ENV=NONE, as some sites do; VENV has its default, for it is lost too."""
+    (place.folder / ".venv").symlink_to(sys.prefix)
+    try:
+        run = place.run("--export=NONE")
+    finally:
+        (place.folder / ".venv").unlink()
+    assert run.status == 0 and str(place.folder / ".venv/bin/python") in run.rows["python"][0], run.log
+
+
+@needs_lab
+def test_refused(place: Place) -> None:
+    """run.slurm says in one line that there is no environment, or image, or no number of cores of a task."""
+    script = place.folder / "run.slurm"
+    text = script.read_text()
+    missing = place.submit(venv="nowhere")
+    no_image = place.submit(env={"IMAGE": "nowhere.sif"})
+    bare = place.environment(python3="exit 1", apptainer="exit 9")  # in place of an old one
+    old = place.submit(env={"IMAGE": str(bare), "PATH": f"{bare}/bin:{os.environ['PATH']}"})
+    header = "#SBATCH --cpus-per-gpu=2\n#SBATCH --gpus-per-node=2"
+    script.write_text(text.replace("#SBATCH --cpus-per-task=4", header))
+    try:
+        words = ["sbatch", "--parsable", "run.slurm"]
+        unbound = place.lab.run(words, cwd=place.folder, env={"VENV": sys.prefix}, check=True).stdout.strip()
+    finally:
+        script.write_text(text)
+    lines = {
+        missing: f"no {place.folder}/nowhere/bin/python: VENV",
+        unbound: "no SLURM_CPUS_PER_TASK: ",
+        no_image: f"no image {place.folder}/nowhere.sif",
+        old: f"beside {bare} preflight.py needs a python3 of 3.8",
+    }
+    for job, line in lines.items():
+        run = place.finish(job)
+        assert run.status == 2 and run.log.startswith(f"run.slurm: error: {line}"), run.log
+        assert run.log.count("\n") == 1
+
+
+@needs_lab
+def test_image(place: Place) -> None:
+    """Torch is in the image only, and all the rest is as without; a stand-in for Apptainer, whose image is `python`."""
+    stand_in = """echo "apptainer $*"
+    while [ "$1" != "$IMAGE" ]; do [ "$1" != "${1#--pwd=}" ] && cd "${1#--pwd=}"; shift; done
+    shift; exec "$@" """
+    venv = place.environment(apptainer=stand_in, python3=f'exec {sys._base_executable} "$@"')
+    (venv / "example.sif").touch()
+    env = {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}", "IMAGE": f"{venv}/nothing/../example.sif"}
+    jobs = [place.submit(*options, venv="nowhere", env=env) for options in ((), ("--gpus-per-node=2", "--nodes=1"))]
+    run, gpus = map(place.finish, jobs)
+    assert run.status == 0 and {name: row[1] for name, row in run.rows.items()} == dict.fromkeys(ROWS, "ok"), run.log
+    assert re.search(rf", torch {re.escape(version('torch'))}\S*, {venv}/example.sif$", run.rows["python"][0])
+    options = f"--bind={place.folder} --pwd={place.folder} {venv}/example.sif python"
+    assert run.log.count(f"apptainer --quiet exec {options} ") == 2
+    assert gpus.failed == {"gpus"} and f"apptainer --quiet exec --rocm {options} " in gpus.log  # there is no nvidia-smi
+    (venv / "bin/apptainer").write_text("#!/bin/sh\necho no such image >&2\nexit 255\n")
+    run = place.run(venv="nowhere", env=env)
+    assert run.failed == {"python", "reduce"} and "ended with status 255" in run.rows["python"][0], run.log
+
+
+@needs_lab
+@pytest.mark.parametrize(
+    "options",
+    [["--ntasks-per-node=2"], pytest.param(["--ntasks=3", "--ntasks-per-node=2"], marks=pytest.mark.runs("weekly"))],
+)
+def test_tasks_for_per_node(place: Place, options: list[str]) -> None:
+    run = place.run(*options, venv=place.light)
+    assert run.failed == {"tasks"} and run.status == 1, run.log
+    assert "--ntasks-per-node=1" in run.rows["tasks"][2] and "--pattern per-process" in run.rows["tasks"][2]
+
+
+@needs_lab
+def test_folder_not_shared(place: Place) -> None:
+    place.lab.hide("node2", place.folder)
+    try:
+        run = place.run(venv=place.light)
+    finally:
+        place.lab.run(["umount", str(place.folder)], node="node2", user="root", check=True)
+    assert run.failed == {"shared"} and run.status == 1, run.log
+    assert "node2 does not see the files of node1" in run.rows["shared"][0]
+    assert str(place.folder) in run.rows["shared"][0] and "share" in run.rows["shared"][2]
+
+
+@needs_lab
+def test_another_python(place: Place, other_python: Callable[[str], Path]) -> None:
+    run = place.run(venv=other_python(sys._base_executable))
+    assert run.failed >= {"python"} and run.status == 1, run.log
+    assert f"node2: Python {sys.version.split()[0]}" in run.rows["python"][0]
+    assert "VENV" in run.rows["python"][2]
+    assert run.rows["names"][1] == run.rows["connections"][1] == run.rows["shared"][1] == "ok"
+
+
+@needs_lab
+def test_no_python(place: Place, other_python: Callable[[str], Path]) -> None:
+    run = place.run(venv=other_python("/nonexistent/python"))
+    assert {"answers", "reduce"} <= run.failed and run.status != 0, run.log
+    assert "silent: node2" in run.rows["answers"][0]
+    assert run.rows["names"][1] == "ok"
+
+
+@needs_lab
+def test_port_taken(place: Place) -> None:
+    job = place.submit("--hold", venv=place.light)
+    code = f"import socket, time; s = socket.create_server(('', {10000 + int(job) % 20000})); print(flush=True)"
+    words = place.lab.command([sys.executable, "-c", code + "; time.sleep(120)"], node="node1", cwd="/")
+    with running(words) as other:
+        read_line(other, 60)
+        place.lab.run(["scontrol", "release", job], check=True)
+        run = place.finish(job)
+    assert run.failed == {"port"} and run.status == 1, run.log
+    assert "node1" in run.rows["port"][0] and "submit again" in run.rows["port"][2]
+
+
+@needs_lab
+def test_one_gigabit(place: Place) -> None:
+    """Every node sends no more than 1 GbE would."""
+    shape = ["qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", "900mbit", "burst", "256kb", "latency", "50ms"]
+    try:
+        for node in place.lab.nodes:
+            done = place.lab.run(["tc", *shape], node=node, user="root")
+            if done.returncode != 0:
+                pytest.skip(f"this machine cannot slow down a network: {done.stderr}")
+        run = place.run()
+    finally:
+        for node in place.lab.nodes:
+            place.lab.run(["tc", "qdisc", "del", "dev", "eth0", "root"], node=node, user="root")
+    assert not run.failed and run.status == 1, run.log
+    result, status, advice = run.rows["reduce"]
+    assert status == "WARN" and "no faster than 1 GbE" in advice and "GLOO_SOCKET_IFNAME" in advice
+    assert int(result.split()[1]) < 130
+
+
+@needs_lab
+def test_cut_off(place: Place) -> None:
+    """The cable of node2 is pulled while its task imports torch."""
+    job = place.submit(venv=place.light, env={"SECONDS": "10"})
+    log, marker = place.folder / f"preflight-{job}.out", place.folder / f".preflight-{job}.0" / "node2"
+    try:
+        wait_until(marker.exists, 60, "the file of node2")
+        place.lab.cut("node2")
+        start = time.monotonic()
+        wait_until(lambda: "preflight: FAIL" in log.read_text(), 60, "the table")
+        print(f"named after {time.monotonic() - start:.0f} s")
+    finally:
+        place.lab.heal("node2")
+    run = place.finish(job)
+    place.lab.wait_for_node("node2", "idle")
+    assert {"answers", "reduce"} <= run.failed and run.status != 0, run.log
+    assert "node2" in run.rows["answers"][0] and "--exclude" in run.rows["answers"][2]
+
+
+@needs_lab
+def test_cancelled(place: Place) -> None:
+    """What ends a job early ends srun too, so the table goes to a file of its own."""
+    job = place.submit(venv=place.light, env={"SECONDS": "30"})
+    wait_until((place.folder / f".preflight-{job}.0" / "node2").exists, 60, "the file of node2")
+    place.lab.run(["scancel", job], check=True)
+    place.lab.wait_for_job(job)
+    text = (place.folder / f"preflight-{job}-early.out").read_text()
+    assert "ended early by SLURM" in text and "preflight: FAIL: answers" in text
+    assert not list(place.folder.glob(".preflight*"))
+
+
+@needs_lab
+def test_bad_option(place: Place) -> None:
+    run = place.run(venv=place.light, args=("--pattern", "diagonal"))
+    assert run.status == 2
+    assert run.log.count("preflight.py: error: ") == 1 and "Traceback" not in run.log
+
+
+@needs_lab
+@pytest.mark.parametrize("where", ["node1", pytest.param("node2", marks=pytest.mark.runs("weekly"))])
+def test_loopback_answer(where: str) -> None:
+    """On a node, the name of node1 is a loopback address: its own line in /etc/hosts, or another node's."""
+    for place in make(f"preloop{where[-1]}", hosts={where: {"node1": "127.0.1.1"}}):
+        run = place.run(venv=place.light)
+    assert run.failed >= {"names"} and run.status == 1, run.log
+    assert f"on {where} node1 is 127.0.1.1" in run.rows["names"][0]
+    assert "/etc/hosts" in run.rows["names"][2]
+    if where == "node2":
+        assert "node2 cannot connect to node1" in run.rows["connections"][0]
+    assert run.rows["shared"][1] == run.rows["python"][1] == "ok"
+
+
+# Without a lab: what no lab can show.
+
+
+def load(name: str) -> ModuleType:
+    """Import a module of preflight/, which is no package."""
+    return outputs.import_file(FOLDER / f"{name}.py")
+
+
+@pytest.fixture(scope="module")
+def verdict() -> ModuleType:
+    """The module that judges."""
+    return load("verdict")
+
+
+@pytest.fixture(scope="module")
+def preflight() -> ModuleType:
+    """The module that collects the facts."""
+    return load("preflight")
+
+
+@pytest.fixture
+def job() -> SimpleNamespace:
+    """What the judges want to know of a job."""
+    return SimpleNamespace(nodes=["node1", "node2"], world=2, port=10007, pattern="per-node")
+
+
+@pytest.mark.parametrize(
+    ("step", "problem"),
+    [
+        ({}, "this is not a SLURM job"),
+        ({"SLURM_JOB_ID": "7"}, "srun did not start this"),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967291"}, "srun did not start this"),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, "no PREFLIGHT_TOKEN"),
+    ],
+)
+def test_started_otherwise(step: dict[str, str], problem: str) -> None:
+    """Outside of a step, or in a step without the secret that run.slurm makes."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")} | step
+    words = [sys.executable, FOLDER / "preflight.py"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"preflight.py: error: {problem}") and done.stderr.count("\n") == 1
+    assert "sbatch run.slurm" in done.stderr
+
+
+@pytest.fixture
+def loopback(monkeypatch: pytest.MonkeyPatch, preflight: ModuleType) -> SimpleNamespace:
+    """A job of 3 tasks, all on this machine, whose task 0 has a free port."""
+    monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+    monkeypatch.setattr(preflight, "ROUNDS", {"hello": 8})  # so that a guest gives up soon
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    return SimpleNamespace(id=7, rank=1, world=3, nodes=["node1"], port=port, token=b"0123456789abcdef")
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    """Return what the other end sends until it closes the connection."""
+    connection.settimeout(10)
+    received = b""
+    try:
+        while piece := connection.recv(4096):
+            received += piece
+    except ConnectionResetError:  # it has not read all that was sent
+        pass
+    return received
+
+
+def test_strangers_post_nothing(preflight: ModuleType, loopback: SimpleNamespace) -> None:
+    """Task 0 hangs up on whoever does not know the secret, does not tell it, and takes nothing from them."""
+    head = preflight.Head(loopback)
+    facts = json.dumps(["hello", 1, {"node": "node1"}]).encode()
+    greeting = b""
+    for text in (facts, b"0" * 64 + b" " + facts, b" " + facts, loopback.token + b" " + facts, b"\xff\0", b""):
+        with socket.create_connection(("127.0.0.1", loopback.port), timeout=10) as stranger:
+            stranger.sendall(text + b"\n")
+            greeting = until_closed(stranger)
+            assert b"time" in greeting and loopback.token not in greeting
+    with socket.create_connection(("127.0.0.1", loopback.port), timeout=10) as stranger:
+        stranger.sendall(greeting)  # signed, but nothing that a task posts
+        until_closed(stranger)
+    assert not head.posts and not head.connections and head.lost <= {-1}
+
+
+def test_guests_of_another_job(preflight: ModuleType, loopback: SimpleNamespace) -> None:
+    """A task of another job gives up, and so does one of this job at the port of a stranger, who learns no secret."""
+    head = preflight.Head(loopback)
+    with pytest.raises(ConnectionError, match="cannot reach task 0"):
+        preflight.Guest(SimpleNamespace(**{**vars(loopback), "token": b"another"}))
+    assert not head.posts
+    heard = []
+
+    def pretend(connection: socket.socket) -> None:
+        with connection:
+            connection.sendall(json.dumps({"job": loopback.id, "time": 0}).encode() + b"\n")
+            heard.append(until_closed(connection))
+
+    loopback.port = preflight.listen(0, pretend)
+    with pytest.raises(ConnectionError, match="cannot reach task 0"):
+        preflight.Guest(loopback)
+    assert heard and not any(heard)
+
+
+def test_guests_of_this_job(preflight: ModuleType, loopback: SimpleNamespace) -> None:
+    """Those who know the secret exchange their facts, as the tasks that this job has and as no other."""
+    head = preflight.Head(loopback)
+    for rank in (-1, 0, 3, "1", None, [1]):
+        guest = preflight.Guest(SimpleNamespace(**{**vars(loopback), "rank": rank}))
+        with pytest.raises(ConnectionError):
+            guest.exchange("hello", {"node": "node9"})
+        assert not head.posts and not head.connections and head.lost <= {-1}
+    answers = {}
+    guests = {rank: preflight.Guest(SimpleNamespace(**{**vars(loopback), "rank": rank})) for rank in (1, 2)}
+    work = [
+        threading.Thread(target=lambda rank=rank: answers.update({rank: guests[rank].exchange("hello", rank * 10)}))
+        for rank in guests
+    ]
+    for thread in work:
+        thread.start()
+    facts = {0: 0, 1: 10, 2: 20}
+    assert head.exchange("hello", 0) == facts
+    for thread in work:
+        thread.join(10)
+    assert answers == {1: facts, 2: facts}
+
+
+def test_node_without_a_name_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURMD_NODENAME may be missing; the short host name is what slurmd takes, too."""
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    assert os.uname().nodename.split(".")[0] == load("preflight").NODE
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    assert load("preflight").NODE == "node7"
+
+
+def test_control_characters_are_visible(verdict: ModuleType, job: SimpleNamespace) -> None:
+    """What other programs have said cannot clear the screen, nor add a line: it is spelled out."""
+    bad = "\x1b[2J\r\n\x9b\u202e\udcff"
+    reports = {0: {"node": "node1", "connections": {"node2": bad}, "names": {"error": f"OSError: {bad}"}}}
+    text, status = verdict.table(reports, set(), job, f"é {bad}")
+    lines = text.encode().decode().splitlines()  # as it is written
+    assert status == 1 and len(lines) == len(ROWS) + 4
+    assert all(line.isprintable() for line in lines) and "é" in text
+    assert text.count(r"\x1b[2J\r\n\x9b\u202e\udcff") == 3
+
+
+def test_clock(verdict: ModuleType, job: SimpleNamespace) -> None:
+    def reports(ahead: float, doubt: float) -> list[dict[str, Any]]:
+        clocks = {"node1": {"ahead": 0.0, "doubt": 0.0}, "node2": {"ahead": ahead, "doubt": doubt}}
+        return [{"node": node, "clock": clock} for node, clock in clocks.items()]
+
+    assert verdict.judge("clock", reports(-0.4, 0.001), job)[1] == "ok"
+    assert verdict.judge("clock", reports(2.0, 1.5), job)[1] == "ok"  # a slow answer proves nothing
+    result, status, _ = verdict.judge("clock", reports(-90.0, 0.001), job)
+    assert status == "WARN" and "node2: -90.0 s" in result and "node1: " not in result
+
+
+@pytest.mark.parametrize(
+    ("asked", "per_task", "driver", "cuda", "status", "advice"),
+    [
+        (4, None, 4, 4, "ok", ""),
+        (0, None, 0, 0, "ok", ""),
+        (4, "1", 1, 1, "FAIL", "#SBATCH --gpus-per-node"),
+        (4, None, 4, 0, "FAIL", "cluster's staff about"),
+        (4, None, 4, "no kernel image is available", "FAIL", "Which PyTorch"),
+        (4, "1", 4, 4, "ok", ""),
+        (0, None, 4, 4, "WARN", "#SBATCH --gpus-per-node"),
+    ],
+)
+def test_gpus(
+    verdict: ModuleType,
+    job: SimpleNamespace,
+    asked: int,
+    per_task: str | None,
+    driver: int,
+    cuda: int | str,
+    status: str,
+    advice: str,
+) -> None:
+    report = {"node": "node1", "asked_gpus": asked, "GPUS_PER_TASK": per_task, "TRES_PER_TASK": None}
+    torch = {"torch": "2.15.0", "build": "CUDA 13.2", "cuda": 0, "gpu_problem": cuda}
+    torch |= {"cuda": cuda, "gpu_problem": ""} if isinstance(cuda, int) else {}
+    row = verdict.judge("gpus", [report | torch | {"gpus": ["580.65"] * driver}], job)
+    assert row[1] == status and advice in row[2]
+
+
+V100, H100, B200 = ("7.0", "Tesla V100-SXM2-32GB"), ("9.0", "NVIDIA H100 80GB HBM3"), ("10.0", "NVIDIA B200")
+# The rows of the table that nodes are looked up in, by UV_TORCH_BACKEND; the versions stand there.
+TABLE = load("verdict")
+WHEELS = {wheel[2]: wheel for *_, wheel in TABLE.NVIDIA if wheel}
+CU118, CU126, CU128 = (WHEELS[backend] for backend in ("cu118", "cu126", "cu128"))
+ROCM, PINS, CPU = TABLE.AMD, TABLE.PINS, TABLE.CPU
+MADE_FOR = {"V100": "7.0", "B200": "10.0"}  # GPUs that the table in docs/environments.md names, among others
+
+
+def node(*gpus: tuple[str, str, str], amd: bool = False, problem: str = "", name: str = "node1") -> dict[str, Any]:
+    """Return the report of a node with GPUs, each (driver, capability, name)."""
+    found = {"gpus": [list(gpu) for gpu in gpus], "amd": amd, "problem": problem}
+    return {"node": name, "asked_gpus": len(gpus), "wheel": found}
+
+
+@pytest.mark.parametrize(
+    ("report", "wheel", "what"),
+    [
+        (node(amd=True), ROCM, "AMD"),
+        (node(), CPU, "no GPU in this job"),
+        (node(("440.33.01", "", "Tesla V100-PCIE-16GB")), None, "1 Tesla V100-PCIE-16GB, driver 440.33.01"),
+        (node(("450.80.02", "", "Tesla T4")), CU118, "1 Tesla T4, driver 450.80.02"),
+        (node(("515.43.04", *V100)), CU118, "1 Tesla V100-SXM2-32GB (7.0), driver 515.43.04"),
+        (node(("525.60.13", *V100)), CU126, "1 Tesla V100-SXM2-32GB (7.0), driver 525.60.13"),
+        (node(("580.95.05", *V100)), CU126, "1 Tesla V100-SXM2-32GB (7.0), driver 580.95.05"),
+        (
+            node(("580.95.05", "", "NVIDIA GeForce GTX 1080 Ti")),
+            CU126,
+            "1 NVIDIA GeForce GTX 1080 Ti, driver 580.95.05",
+        ),
+        (node(("580.95.05", "", "NVIDIA GeForce GTX 1650")), PINS, "1 NVIDIA GeForce GTX 1650, driver 580.95.05"),
+        (node(*[("550.54.15", *H100)] * 2), CU126, "2 NVIDIA H100 80GB HBM3 (9.0), driver 550.54.15"),
+        (node(("575.51.03", *B200)), CU128, "1 NVIDIA B200 (10.0), driver 575.51.03"),
+        (node(("580.65.06", *H100)), PINS, "1 NVIDIA H100 80GB HBM3 (9.0), driver 580.65.06"),
+        (node(("615.10", *B200), amd=True), PINS, "1 NVIDIA B200 (10.0), driver 615.10"),
+        (
+            node(("580.95.05", *H100), ("580.95.05", *V100)),
+            CU126,
+            "1 NVIDIA H100 80GB HBM3 (9.0) and 1 Tesla V100-SXM2-32GB (7.0), driver 580.95.05",
+        ),
+    ],
+)
+def test_wheel(
+    verdict: ModuleType, job: SimpleNamespace, report: dict[str, Any], wheel: tuple | None, what: str
+) -> None:
+    """Each row of the table, for information; the advice is a command with that row's backend, or none."""
+    text, status, advice = verdict.judge("wheel", [report, report | {"node": "node2"}], job)
+    assert verdict.fitting([report["wheel"]]) == wheel and status == "ok"
+    if wheel is None:
+        assert text == f"{what}: too old for any PyTorch of today" and "cluster's staff" in advice
+    elif wheel in (PINS, CPU):
+        assert text.startswith(f"{what}: the pins as they are, torch {wheel[0]}") and not advice
+        assert text.endswith(", cpu") == (wheel == CPU)
+    else:
+        assert text == f"{what}: torch {wheel[0]} and torchvision {wheel[1]}, {wheel[2]}"
+        assert f"UV_TORCH_BACKEND={wheel[2]} uv pip install -r requirements.txt" in advice
+        assert ("the site's own image or module first" in advice) == (wheel == ROCM)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "backend"),
+    [
+        (("580.65.06", *H100), ("550.54.15", *H100), "cu126"),
+        (("580.65.06", *H100), ("580.65.06", *V100), "cu126"),
+        (("580.65.06", *B200), ("550.54.15", *H100), "cu128"),
+    ],
+)
+def test_wheel_of_different_nodes(
+    verdict: ModuleType, job: SimpleNamespace, one: tuple, other: tuple, backend: str
+) -> None:
+    """Both are named, and the advice fits both; a node that could not tell does not count."""
+    silent = node(("580", *H100), problem="TimeoutExpired: too slow", name="node3")
+    reports = [node(one), node(other, name="node2"), silent]
+    text, status, advice = verdict.judge("wheel", reports, job)
+    assert all(
+        f"node{number}: 1 {gpu[2]} ({gpu[1]}), driver {gpu[0]}" in text for number, gpu in ((1, one), (2, other))
+    )
+    assert "node3: unknown: TimeoutExpired" in text and status == "ok"
+    assert f"UV_TORCH_BACKEND={backend} " in advice and "--constraint" in advice
+    assert verdict.judge("wheel", [silent], job) == ("unknown: TimeoutExpired: too slow", "ok", "")
+    result = "unknown: nvidia-smi shows none of the GPUs asked for"
+    assert verdict.judge("wheel", [node() | {"asked_gpus": 2}], job) == (result, "ok", "")
+
+
+INSTALL = "uv pip install --reinstall torch=="
+
+
+@pytest.mark.parametrize(
+    ("report", "build", "problem", "advice"),
+    [
+        (
+            node(("580.65.06", *V100)),
+            "CUDA 13.2",
+            "no kernel image is available",
+            f"UV_TORCH_BACKEND=cu126 {INSTALL}{CU126[0]}",
+        ),
+        (
+            node(("580.65.06", *B200)),
+            "CUDA 12.6",
+            "no kernel image is available",
+            f"{INSTALL}{PINS[0]} torchvision=={PINS[1]}",
+        ),
+        (node(("440.33.01", *V100)), "CUDA 13.2", "driver is too old", "ask the cluster's staff for a newer driver"),
+        (
+            node(("580.65.06", *H100), amd=True),
+            "CUDA 13.2",
+            "out of memory",
+            "ask the cluster's staff about those nodes",
+        ),
+        (node(amd=True), "CUDA 13.2", "Found no NVIDIA driver", f"UV_TORCH_BACKEND=rocm7.2 {INSTALL}{ROCM[0]}"),
+        (node(amd=True), "ROCm 7.2", "no HIP GPUs", "ask the cluster's staff about those nodes"),
+        (node(problem="OSError: no luck"), "CPU only", "not compiled", "UV_TORCH_BACKEND=auto"),
+    ],
+)
+def test_gpu_advice(
+    verdict: ModuleType, job: SimpleNamespace, report: dict[str, Any], build: str, problem: str, advice: str
+) -> None:
+    """What to install where torch cannot use the GPUs: what fits the node, and so in each of its tasks."""
+    torch = {"GPUS_PER_TASK": None, "TRES_PER_TASK": None, "torch": "2.15.0", "build": build, "cuda": 0}
+    torch |= {"gpu_problem": problem, "gpus": [gpu[0] for gpu in report["wheel"]["gpus"]], "asked_gpus": 1}
+    other = {"node": "node1", **torch}
+    for reports in [report | torch], [report | {**torch, "cuda": 1, "gpu_problem": ""}, other]:
+        row = verdict.judge("gpus", reports, job)
+        assert row[1] == "FAIL" and advice in row[2], row
+
+
+def test_wheel_is_the_page_and_the_pins(verdict: ModuleType) -> None:
+    """docs/environments.md names the same builds for the same drivers and GPUs; the pins are those of the examples."""
+    page = ROOT / "docs" / "environments.md"
+    section = page.read_text().split("\n## Which PyTorch\n")[1].split("\n## ")[0]
+    (install,) = re.findall(r"^(UV_TORCH_BACKEND=cu126 .*?) +#", section, re.MULTILINE)
+    assert f"{install} ({page.relative_to(ROOT)})" in verdict.install(CU126, "requirements.txt")
+    named = set()
+    for row in re.findall(r"^\| (?!node|---)(.+) \| (.+) \| (.+) \| (.+) \|$", section, re.MULTILINE):
+        backend = re.search(r"`([\w.]+)`", row[3])
+        assert backend or row[3] == "PyPI's", row
+        wheel = (*(re.match(r"[\d.]+(?=,|$)", version)[0] for version in row[1:3]), backend[1] if backend else "")
+        named.add(wheel)
+        drivers = re.search(r"driver (\d+) (?:to (\d+)|or newer)", row[0])
+        gpu = next((name for name in MADE_FOR if name in row[0]), "H100")
+        for driver in filter(None, drivers.groups() if drivers else [None]):
+            assert verdict.fitting([node((f"{driver}.1", MADE_FOR.get(gpu, "9.0"), gpu))["wheel"]]) == wheel, row
+    assert named == {wheel for _, _, wheel in verdict.NVIDIA if wheel} | {verdict.AMD, verdict.CPU}
+    files = [file.read_text() for file in ROOT.glob("examples/*/requirements.txt")]
+    pins = {match for text in files for match in re.findall(r"^(torch(?:vision)?)==(\S+)", text, re.MULTILINE)}
+    assert pins == {("torch", verdict.PINS[0]), ("torchvision", verdict.PINS[1])}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "world", "speed", "status"),
+    [(2, 2, 117, "WARN"), (8, 8, 60, "WARN"), (1, 2, 99, "ok"), (2, 2, 1100, "ok")],
+)
+def test_slow_network(
+    verdict: ModuleType, job: SimpleNamespace, nodes: int, world: int, speed: float, status: str
+) -> None:
+    """What 1 GbE gives is a warning: 117 MB/s between two nodes, and about half of it in a ring of many."""
+    job.nodes, job.world = [f"node{n}" for n in range(nodes)], world
+    row = verdict.judge("reduce", [{"node": "node1", "reduce": {"gloo": speed}}], job)
+    assert row[1] == status and f"{4800 / speed:.0f} ms for a step's 4.8 MB" in row[0]
+    assert verdict.judge("reduce", [{"node": "node1", "reduce": {"gloo": 60, "nccl": 1100}}], job)[1] == "ok"
+
+
+def test_a_check_that_raises_is_a_row(verdict: ModuleType, job: SimpleNamespace) -> None:
+    good = {"node": "node1", "connections": {"node2": "node2"}}
+    broken = {"node": "node2", "connections": {"error": "OSError: no luck"}}
+    assert verdict.judge("connections", [good, broken], job)[:2] == ("node2: OSError: no luck", "FAIL")
+    result, status, _ = verdict.judge("names", [{"node": "node1", "names": 3}], job)
+    assert status == "FAIL" and "AttributeError" in result
+    assert verdict.judge("names", [], job)[1] == "FAIL"
+
+
+def test_silent_tasks_are_named(verdict: ModuleType, job: SimpleNamespace) -> None:
+    """A task that never spoke can only be known by its node, one that was lost later by its own report."""
+    text, status = verdict.table({0: {"node": "node1"}}, {1}, job)
+    assert status == 1 and "1 of 2 tasks; silent: node2" in text
+    text, status = verdict.table({0: {"node": "node1"}, 1: {"node": "node2"}}, {1}, job, "scancel")
+    assert status == 1 and "silent: node2; scancel" in text

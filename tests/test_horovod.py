@@ -1,0 +1,37 @@
+"""What the examples with Horovod promise: no task that trains alone, and one build for all of them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from harness import runs
+from harness.launchers import HOROVOD
+from harness.runs import Reference
+
+pytestmark = pytest.mark.only(*HOROVOD)
+
+
+def test_srun_without_pmi(example: str, folder: Path) -> None:
+    """A task of a larger srun that no MPI has been told of would train alone: refused.
+
+    Where the processor has AVX512_VNNI, TensorFlow notes that it uses oneDNN, before it reads how much it may print.
+    """
+    for script in sorted(path.name for path in folder.glob("train*.py")):
+        run = runs.Run(["python", script], folder, {"SLURM_STEP_NUM_TASKS": "4"}).wait()
+        note = r"WARNING: All log messages before absl::InitializeLog|I0000 .* oneDNN custom operations are on"
+        errors = [line for line in run.stderr.splitlines() if not re.match(note, line)]
+        assert run.status == 2 and len(errors) == 1, run.stderr
+        assert errors[0].startswith(f"{script}: error: ") and "--mpi=pmix" in errors[0] and "4 tasks" in errors[0]
+
+
+@pytest.mark.runs("patterns")
+def test_second_install(example: str, reference: Reference) -> None:
+    """In another environment the wheel in the cache is used again: no second build, and what is installed works.
+
+    That environment is the one that the reference run has made, as the README says.
+    """
+    folder = reference.output.parent
+    log = folder.with_name(f"{folder.name}-setup.log").read_text()
+    assert "building" not in log and "have added up" in log
+    assert list(folder.glob(".venv/lib/python3*/site-packages/horovod"))
