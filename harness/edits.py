@@ -61,10 +61,16 @@ def hold_epochs(folder: Path, launcher: Launcher) -> None:
 
 
 NOTE_ORDER = """
+import torch
+from torch.distributed import distributed_c10d
 from torch.utils.data import DistributedSampler
 
 class Noting(DistributedSampler):
     def __iter__(self):
+        if distributed_c10d.is_initialized():
+            gloo = distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+            with open("timeouts", "a") as file:
+                print(gloo.options._timeout.total_seconds(), file=file)
         indices = list(super().__iter__())
         with open(f"order-{self.rank}", "a") as file:
             print(int(self.drop_last), self.epoch, len(self.dataset), *indices, file=file)
@@ -73,9 +79,79 @@ class Noting(DistributedSampler):
 
 
 def note_order(folder: Path) -> None:
-    """Have a copy of an example of PyTorch write down which samples each process trains with, in each epoch."""
+    """Have a copy of an example of PyTorch write down which samples each process trains with, in each epoch.
+
+    The file `timeouts` has how many seconds a collective may take, where these are torch.distributed's.
+    """
     (folder / "noting.py").write_text(NOTE_ORDER)
     edit(folder / "train.py", " = DistributedSampler(train_set, ", " = __import__('noting').Noting(train_set, ")
+
+
+NOTE_USE = """
+import os, signal
+from pathlib import Path
+
+taken = {}  # batches of each epoch
+
+def note(epoch, indices):
+    with open(f"used-{os.environ['NUMBER']}-{os.getpid()}", "a") as file:
+        print(epoch, *indices, file=file)
+    taken[epoch] = taken.get(epoch, 0) + 1
+    if (epoch, taken[epoch]) == (int(os.environ.get("END_IN", -1)), 3):
+        if "STEPS" in os.environ:
+            Path(os.environ["STOP_FILE"]).touch()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+NOTE_LOADER = """
+from torch.utils.data import DataLoader, DistributedSampler
+
+class Sampler(DistributedSampler):
+    def __init__(self, dataset, *args, **options):
+        super().__init__(dataset, *args, **options)
+        Loader.sampled = self
+
+class Loader(DataLoader):
+    def __iter__(self):
+        batches = super().__iter__()
+        return self.noting(batches) if self.dataset is Loader.sampled.dataset else batches
+
+    def noting(self, batches):
+        lists = self.sampler if self.batch_sampler is None else self.batch_sampler
+        for batch, indices in zip(batches, list(lists)):
+            note(Loader.sampled.epoch, [index[0] if isinstance(index, tuple) else index for index in indices])
+            yield batch
+"""
+
+
+def note_use(folder: Path, launcher: Launcher) -> None:
+    """Have a copy of an example write down which samples each process trains with, when it does, in used-NUMBER-PID.
+
+    NUMBER is a variable of the run. With END_IN a process ends the run after its third batch of that epoch, counted
+    from 0: with STEPS it asks the run to stop, else it kills itself.
+    """
+    (folder / "used.py").write_text(NOTE_USE + NOTE_LOADER * launcher.pytorch)
+    if launcher.pytorch:
+        names = "from used import Loader as DataLoader, Sampler as DistributedSampler\n\n"
+        edit(folder / "train.py", "def parse_args():\n", names + "def parse_args():\n")
+    else:
+        step = "        sums += train_step(*train_set[indices])\n"
+        edit(folder / "train.py", step, f"        __import__('used').note(epoch, indices)\n{step}")
+
+
+PLAIN_MODEL = """
+from torch import nn
+
+def make(classes):
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, classes))
+"""
+
+
+def without_batchnorm(folder: Path) -> None:
+    """Have a copy of torchrun_vision train a model without BatchNorm, whose statistics are of one process's batch."""
+    (folder / "plain_model.py").write_text(PLAIN_MODEL)
+    old = "classifiers.make(args.model, classes, args.image_size)"
+    edit(folder / "train.py", old, "__import__('plain_model').make(classes)")
 
 
 NOTE_RATES = """

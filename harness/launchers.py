@@ -63,7 +63,7 @@ class Launcher:
     fp16: bool = False  # it can train in fp16, by --precision or, if it has one, by its configuration file
     job_recovers: bool = False  # the launcher in run.slurm starts a dead worker again
     stops_at_a_step: bool = False  # train.py saves after its current step when SLURM asks the job to stop
-    any_world_size: bool = False  # a run may be resumed with another number of processes, at the same global batch
+    any_world_size: bool = True  # a run may be resumed with another number of processes, at the same global batch
 
     def command(self, processes: int) -> list[str]:
         """Return the command, as a list of words, that starts `processes` processes on this machine."""
@@ -99,6 +99,7 @@ LAUNCHERS = {
         status_after_bad_input=1,
         processes_in_job=4,
         meets="in a store on the first node; no ssh",
+        any_world_size=False,
         fp16=True,
         checkpoint="checkpoint/epoch*/*_model_states.pt",
         kill_message=TORCHRUN_KILLED,
@@ -118,7 +119,6 @@ LAUNCHERS = {
         convnet=False,
         job_recovers=True,
         stops_at_a_step=True,
-        any_world_size=True,
         kill_message=TORCHRUN_KILLED,
     ),
     "horovod_cpu": Launcher(

@@ -69,6 +69,17 @@ def assert_order(folder: Path, epochs: int) -> None:
             assert drop_last and indices == list(sampler)
 
 
+def used(folder: Path, number: int, complete: range) -> dict[int, list[int]]:
+    """Return what edits.note_use has noted of a run: the samples of each of these epochs, of all processes, sorted."""
+    found: dict[int, list[int]] = {epoch: [] for epoch in complete}
+    for path in folder.glob(f"used-{number}-*"):
+        for line in path.read_text().splitlines():
+            epoch, *indices = map(int, line.split())
+            if epoch in found:
+                found[epoch] += indices
+    return {epoch: sorted(indices) for epoch, indices in found.items()}
+
+
 def batches(size: int, rank: int, world_size: int, batch_size: int, epoch: int = 0) -> list[list[int]]:
     """Return the indices of one process's training batches in an epoch, as every train.py makes them."""
     from torch.utils.data import BatchSampler, DistributedSampler

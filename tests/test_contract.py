@@ -171,7 +171,7 @@ def test_killed_and_resumed(example: str, folder: Path, reference: Reference) ->
     """SIGKILL to all processes at a random moment, and --resume: the same bits, no row twice or missing.
 
     With the launch patterns one process alone is killed before that, at another moment of the same run. All see the
-    samples in the order that the examples share: DistributedSampler's, new in each epoch.
+    samples in the order that the examples share: DistributedSampler's, new in each epoch; collectives have --timeout.
     The last run has listed its imports: torchvision, which takes seconds, is one only if the framework needs it. Nor is
     torch where another framework trains: users of that need not have it.
     """
@@ -181,6 +181,8 @@ def test_killed_and_resumed(example: str, folder: Path, reference: Reference) ->
     run = runs.kill_and_resume(example, folder, reference, kills)
     if LAUNCHERS[example].pytorch:
         samples.assert_order(folder, EPOCHS)
+        noted, horovod = folder / "timeouts", "horovod" in example
+        assert noted.exists() != horovod and (horovod or set(noted.read_text().split()) == {"300.0"})
     imports = set(re.findall(r"\| +([\w.]+)$", run.stderr, re.MULTILINE))
     assert imports & {"torch.distributed", "tensorflow.python"}, "the list of imports is missing"
     assert ("torchvision" in imports, "torch" in imports) == (
@@ -356,6 +358,7 @@ BAD_ARGUMENTS = {
     "--precision fp8": ["--precision", "'fp8'", "bf16"],
     "--epochs -1": ["--epochs", "1 or more", "-1"],
     "--batch-size 0": ["--batch-size", "1 or more", "0"],
+    "--global-batch 0": ["--global-batch", "1 or more", "0"],
     "--timeout 0": ["--timeout", "1 or more", "0"],
     "--warmup-steps -1": ["--warmup-steps", "0 or more", "-1"],
     "--scale-lr": ["--scale-lr", "expected one argument"],
@@ -386,10 +389,48 @@ def damage(example: str, output: Path, change: Callable[[bytearray], object]) ->
     checkpoint.write_bytes(old)
 
 
-# Reads a checkpoint of 2 processes as one of them would.
-AS_ONE_OF_TWO = """
+OTHERS = [name for name in LAUNCHERS if name not in ("ddp_spawn", "torchrun_multinode", "horovod_tensorflow")]
+
+
+@pytest.mark.runs("weekly", *OTHERS)
+@pytest.mark.only("any_world_size")
+def test_another_number_of_processes(example: str, folder: Path, tmp_path: Path) -> None:
+    """2 processes, ended within an epoch, then 1, ended so, too, then 3: the same training to a rounding, in fp64.
+
+    The global batch is the same; each sample of an epoch is used once, whichever processes it is shared by.
+    """
+    launcher, output = LAUNCHERS[example], folder / "output"
+    edits.note_use(folder, launcher)
+    if example == "torchrun_vision":
+        edits.without_batchnorm(folder)
+    words = f"--precision fp64 --epochs 3 --global-batch {launcher.global_batch // 4 * 3}".split()
+    runs.train(example, folder, 2, *words, NUMBER="0")
+    reference = output.rename(tmp_path / "reference")
+    steps = {"STEPS": "yes"} if launcher.stops_at_a_step else {}
+    for number, processes in ((1, 2), (2, 1)):
+        environment = {"NUMBER": str(number), "END_IN": str(number), **steps}
+        ended = runs.start(example, folder, processes, *words, "--resume", **environment).wait(leaves=30)
+        assert (ended.status == 0) == launcher.stops_at_a_step, ended.stderr
+        assert len(outputs.read_metrics(output)) == number, "it has not ended within an epoch"
+    runs.train(example, folder, 3, *words, "--resume", NUMBER="3")
+    wanted = samples.used(folder, 0, range(3))
+    found: dict[int, list[int]] = {epoch: [] for epoch in range(3)}
+    for number in (1, 2, 3):  # of an epoch in which a run was killed, nothing counts
+        for epoch, indices in samples.used(folder, number, range(3 if steps or number == 3 else number)).items():
+            found[epoch] += indices
+    for epoch in range(3):
+        assert sorted(found[epoch]) == wanted[epoch] and len(wanted[epoch]) == len(set(wanted[epoch])) > 0
+    assert outputs.largest_difference(outputs.read_model(output), outputs.read_model(reference)) < 1e-9
+    rows = zip(outputs.read_metrics(output), outputs.read_metrics(reference), strict=True)
+    for ours, theirs in rows:
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-9)
+        assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-9)
+    assert [row["world_size"] for row in outputs.read_metrics(output)] == [2, 1, 3]
+
+
+# Reads the checkpoint.
+READ = """
 args = train.parse_args()
-args.world_size = 2
 vars(args).pop("zero_stage", None)  # deepspeed has it from a file
 train.plumbing.accept(getattr(train, "shards", train.plumbing).read_checkpoint(args))
 """
@@ -403,22 +444,24 @@ def test_bad_input(example: str, finished: Path) -> None:
     launcher, output = LAUNCHERS[example], finished / "output"
     truncated = shutil.copytree(output, finished / "truncated")
     damage(example, truncated, lambda old: old.__delitem__(slice(len(old) // 2, None)))
-    batch, settings = launcher.global_batch // 2, ["world_size 2", f"batch_size {launcher.global_batch // 2}"]
-    if launcher.any_world_size:  # one process may go on, with twice the batch
-        batch, settings = launcher.global_batch, [f"global_batch {launcher.global_batch}:"]
+    settings, same = [f"global_batch {launcher.global_batch}"], f"--resume --global-batch {launcher.global_batch}"
+    settings += [] if launcher.any_world_size else ["one file of DeepSpeed for each process, whose number was 2:"]
     texts = {
         "": ["output/checkpoint", "--resume", "--output-dir"],
         "--output-dir train.py/output": ["--output-dir", "train.py/output", "another folder"],
         "--resume --batch-size 32": ["output/checkpoint", *settings],
-        f"--resume --batch-size {batch} --output-dir truncated": ["truncated/checkpoint", "damaged", "move it away"],
+        f"{same} --output-dir truncated": [
+            "truncated/checkpoint",
+            "damaged",
+            "move it away",
+        ],
     }
     if launcher.convnet:
         texts["--dataset mnist"] = ["no mnist in data/MNIST/raw", f"{launcher.download} mnist --data-dir data"]
         texts["--batch-size 1439"] = ["--batch-size 1439", "1438"]
     cifar = {"--dataset cifar": ["--dataset", "'cifar'", "digits"]} if launcher.convnet else {}
     before = content(output), content(truncated)
-    fewer = f"--resume --epochs {EPOCHS - 1} --batch-size {batch}"
-    calls = {(AS_ONE_OF_TWO, fewer): ["output/checkpoint", "5 epochs", "not 4"]}
+    calls = {(READ, f"{same} --epochs {EPOCHS - 1}"): ["output/checkpoint", "5 epochs", "not 4"]}
     calls |= {("train.parse_args()", words): expected for words, expected in (BAD_ARGUMENTS | cifar).items()}
     refusals.assert_runs_refused(example, finished, texts, calls)
     assert (content(output), content(truncated)) == before
@@ -452,7 +495,7 @@ def test_readme_and_requirements(example: str, source: Path) -> None:
     readme = (source / "README.md").read_text()
     titles = ["What it shows", "Run locally", "Run on SLURM", "Expected output", "Make it yours", "When it fails"]
     assert re.findall("^## (.+)$", readme, re.MULTILINE) == titles
-    assert len(readme.splitlines()) <= 110
+    assert len(readme.splitlines()) <= 120
     prose = re.sub(r"^```.*?^```", "", readme, flags=re.MULTILINE | re.DOTALL)
     assert "../" not in prose, "a link out of the folder, which is copied alone"
     assert all(len(line) <= 120 or re.fullmatch(r"\S*https://\S+", line) for line in readme.splitlines())

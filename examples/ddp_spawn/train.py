@@ -35,6 +35,7 @@ def parse_args():
     parser.add_argument("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
     parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=64, help="samples per batch of each process")
+    parser.add_argument("--global-batch", type=int, metavar="N", help="samples of a step, shared by all processes")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the number of processes")
     parser.add_argument("--warmup-steps", type=int, default=0, help="steps in which the learning rate rises")
@@ -46,6 +47,7 @@ def parse_args():
     args = parser.parse_args()
     args.world_size = args.processes
     plumbing.check_args(parser, args)
+    plumbing.share_batch(args)
     return args
 
 

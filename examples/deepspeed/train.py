@@ -36,6 +36,7 @@ def parse_args():
     parser.add_argument("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
     parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=64, help="samples per batch of each process")
+    parser.add_argument("--global-batch", type=int, metavar="N", help="samples of a step, shared by all processes")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the number of processes")
     parser.add_argument("--warmup-steps", type=int, default=0, help="steps in which the learning rate rises")
@@ -52,6 +53,7 @@ def parse_args():
     # torchrun: number of processes on this node; deepspeed: its own launcher sets LOCAL_SIZE
     args.processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", 1))
     plumbing.check_args(parser, args)
+    plumbing.share_batch(args)
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
     return args
@@ -109,9 +111,8 @@ def evaluate(engine, test_loader, device):
     """Return the mean test loss and the accuracy, from 0 to 1, over the samples of all processes."""
     engine.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
-    dtype = next(engine.parameters()).dtype
     for images, labels in test_loader:
-        images = images.to(device, dtype, non_blocking=True)
+        images = images.to(device, next(engine.parameters()).dtype, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         logits = engine(images)
         sums[0] += F.cross_entropy(logits.float(), labels, reduction="sum")

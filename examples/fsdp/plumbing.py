@@ -105,6 +105,25 @@ def check_gpu(device):
         fail(f"{build} (NVIDIA driver: {driver}; {str(error).partition(chr(10))[0]}): {row}{cpu}")
 
 
+def share_batch(args):
+    """Have each process take its share of --global-batch; without that, set it to what the other settings make it.
+
+    A process takes its share in as few batches of at most --batch-size as divide it, where the example can accumulate
+    gradients, and else in one.
+    """
+    processes, accumulates = getattr(args, "groups", args.world_size), hasattr(args, "gradient_accumulation_steps")
+    if args.global_batch is None:
+        args.global_batch = processes * args.batch_size * (args.gradient_accumulation_steps if accumulates else 1)
+        return
+    share, rest = divmod(args.global_batch, processes)
+    if rest:
+        fail(f"--global-batch {args.global_batch} is no multiple of {processes}, the number of processes that share it")
+    most = min(share, args.batch_size) if accumulates else share
+    args.batch_size = next(size for size in range(most, 0, -1) if share % size == 0)
+    if accumulates:
+        args.gradient_accumulation_steps = share // args.batch_size
+
+
 def count_steps(args, samples):
     """Return the number of optimizer steps that an epoch of so many samples of a process has; refuse 0."""
     accumulated = getattr(args, "gradient_accumulation_steps", 1)
@@ -130,10 +149,13 @@ def resume_settings(args):
     """Return the settings that a resumed run must share with the run that it continues."""
     names = ["dataset", "data", "text", "base", "model", "image_size", "sync_batchnorm", "context"]
     names += ["width", "layers", "heads", "full", "lora_rank", "lora_alpha", "lora_dropout", "target_modules"]
-    names += ["optimizer", "zero_stage", "fp16_allreduce", "seed", "precision"]
-    batch = ["world_size", "batch_size", "gradient_accumulation_steps"]  # fsdp: only their product has to be the same
-    names += ["global_batch"] if hasattr(args, "global_batch") else batch
-    return {name: value for name, value in vars(args).items() if name in names}
+    names += ["optimizer", "zero_stage", "fp16_allreduce", "seed", "precision", "global_batch"]
+    settings = {name: value for name, value in vars(args).items() if name in names}
+    if args.scale_lr:  # with the same --lr, other processes would go on with another learning rate
+        settings["--scale-lr, whose number of processes was"] = getattr(args, "groups", args.world_size)
+    if hasattr(args, "zero_stage"):
+        settings["one file of DeepSpeed for each process, whose number was"] = args.world_size
+    return settings
 
 
 def accept(found):
@@ -214,9 +236,7 @@ def print_header(args, what, device, progress):
     nodes, threads = len(ranks), torch.get_num_threads()
     backend = getattr(args, "backend", "nccl" if device.type == "cuda" else "gloo")
     where = f"{args.world_size} processes on {nodes} node{'s' * (nodes > 1)}, {backend} on {device.type}"
-    batch = args.world_size * args.batch_size * getattr(args, "gradient_accumulation_steps", 1)
-    batch = getattr(args, "global_batch", batch)
-    print(f"{what}: {where}, {threads} thread{'s' * (threads > 1)} each, global batch {batch}")
+    print(f"{what}: {where}, {threads} thread{'s' * (threads > 1)} each, global batch {args.global_batch}")
     if nodes > 1:
         print("ranks:", "; ".join(f"{host} {', '.join(map(str, numbers))}" for host, numbers in ranks.items()))
     if progress["step"]:

@@ -50,6 +50,7 @@ def parse_args():
     parser.add_argument("--cpu-offload", action="store_true", help="keep weights and optimizer in CPU memory (GPUs)")
     parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=8, help="samples per batch of each data-parallel group")
+    parser.add_argument("--global-batch", type=int, metavar="N", help="samples of a step, in parts up to --batch-size")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the number of groups")
     parser.add_argument("--warmup-steps", type=int, default=0, help="steps in which the learning rate rises")
@@ -70,7 +71,7 @@ def parse_args():
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
     plumbing.check_sizes(parser, args)
     args.groups = args.world_size // args.tensor_parallel  # tensor: --tensor-parallel processes are a group
-    args.global_batch = args.groups * args.batch_size * args.gradient_accumulation_steps
+    plumbing.share_batch(args)
     return args
 
 

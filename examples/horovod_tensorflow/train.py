@@ -31,6 +31,7 @@ def parse_args():
     parser.add_argument("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
     parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=64, help="samples per batch of each process")
+    parser.add_argument("--global-batch", type=int, metavar="N", help="samples of a step, shared by all processes")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the number of processes")
     parser.add_argument("--warmup-steps", type=int, default=0, help="steps in which the learning rate rises")
@@ -49,6 +50,7 @@ def setup(args):
     hvd.init()  # horovod: waits for all processes and connects them
     args.world_size = hvd.size()
     plumbing.check_connected(args)
+    plumbing.share_batch(args)
     cores = len(os.sched_getaffinity(0)) // hvd.local_size()  # horovod: the processes of a node share its cores
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) == args.world_size:
         cores = int(os.environ.get("SLURM_CPUS_PER_TASK", cores))  # srun has given each process its own

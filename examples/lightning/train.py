@@ -34,12 +34,13 @@ PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp64": "64-true"}  # lig
 def parse_args():
     srun = launching.started_by_srun()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    default = launching.devices_per_node(srun)
-    parser.add_argument("--devices", type=int, default=default, help="number of processes per node")
+    devices = launching.devices_per_node(srun)
+    parser.add_argument("--devices", type=int, default=devices, help="number of processes per node")
     parser.add_argument("--dataset", choices=data.NAMES, default="digits")
     parser.add_argument("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
     parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=64, help="samples per batch of each process")
+    parser.add_argument("--global-batch", type=int, metavar="N", help="samples of a step, shared by all processes")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the number of processes")
     parser.add_argument("--warmup-steps", type=int, default=0, help="steps in which the learning rate rises")
@@ -53,6 +54,7 @@ def parse_args():
     args.srun, args.nodes = srun, int(os.environ["SLURM_STEP_NUM_NODES"]) if srun else 1
     args.processes, args.world_size = args.devices, args.devices * args.nodes
     plumbing.check_args(parser, args)
+    plumbing.share_batch(args)
     launching.check_tasks(parser, args)
     return args
 
@@ -109,9 +111,8 @@ class LitConvNet(L.LightningModule):
 
     def on_train_epoch_end(self):  # lightning: after the validation of this epoch
         row = {"epoch": self.current_epoch + 1}
-        for name in ("train_loss", "test_loss", "test_accuracy"):
-            row[name] = self.trainer.callback_metrics[name].item()
-        samples = self.trainer.num_training_batches * self.args.batch_size * self.args.world_size
+        row |= {key: self.trainer.callback_metrics[key].item() for key in ("train_loss", "test_loss", "test_accuracy")}
+        samples = self.trainer.num_training_batches * self.args.global_batch
         row |= {"samples_per_second": samples / self.seconds, "seconds": self.seconds}
         self.progress["history"].append(row | {"world_size": self.args.world_size})
         self.progress["step"] = self.trainer.global_step
@@ -144,8 +145,7 @@ def learning_rate(args, step):
 def setup(args):
     """Start the other processes, if srun has not; join the process group, and return the Trainer."""
     torch.set_float32_matmul_precision("high" if torch.cuda.is_available() else "highest")  # TF32, since the A100
-    # lightning: where each process finds its rank
-    environment = SLURMEnvironment(auto_requeue=False) if args.srun else LightningEnvironment()
+    environment = SLURMEnvironment(auto_requeue=False) if args.srun else LightningEnvironment()  # lightning: ranks
     trainer = L.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=args.devices,
@@ -206,8 +206,8 @@ def main(args):
 
     # Train.
     plumbing.print_header(args, f"ConvNet on {args.dataset}", device, progress)
-    path = args.output_dir / "checkpoint.pt" if progress["history"] else None
-    trainer.fit(model, train_loader, test_loader, ckpt_path=path)  # lightning: all epochs that are left
+    found = args.output_dir / "checkpoint.pt" if progress["history"] else None
+    trainer.fit(model, train_loader, test_loader, ckpt_path=found)  # lightning: all epochs that are left
 
     # Finish.
     if rank == 0:

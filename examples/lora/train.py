@@ -47,6 +47,7 @@ def parse_args():
     parser.add_argument("--merge", action="store_true", help="also save the model with the adapters added to it")
     parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=4, help="samples per batch of each process")
+    parser.add_argument("--global-batch", type=int, metavar="N", help="samples of a step, in parts up to --batch-size")
     parser.add_argument("--lr", type=float, default=5e-3, help="learning rate; 1e-4 is usual for a pretrained model")
     parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the number of processes")
     parser.add_argument("--warmup-steps", type=int, default=0, help="steps in which the learning rate rises")
@@ -63,6 +64,7 @@ def parse_args():
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: number of processes on all nodes
     args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun: number of processes on this node
     plumbing.check_args(parser, args)
+    plumbing.share_batch(args)
     model_files.check_args(parser, args)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
@@ -261,8 +263,7 @@ def main(args):
         train_loss, samples, seconds = train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress)
         row = {"epoch": epoch + 1, "train_loss": train_loss, **evaluate(args, model, test_loader, device)}
         row |= {"tokens_per_second": samples * args.context / seconds, "samples_per_second": samples / seconds}
-        row |= {"seconds": seconds, "world_size": args.world_size}
-        progress["history"].append(row)
+        progress["history"].append(row | {"seconds": seconds, "world_size": args.world_size})
         progress |= {"sums": torch.zeros_like(progress["sums"]), "seconds": 0.0}
         save_checkpoint(args, model, optimizer, progress)
         plumbing.print_epoch(args, progress)

@@ -34,6 +34,7 @@ def parse_args():
     parser.add_argument("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
     parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=64, help="samples per batch of each process")
+    parser.add_argument("--global-batch", type=int, metavar="N", help="samples of a step, in parts up to --batch-size")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the number of processes")
     parser.add_argument("--warmup-steps", type=int, default=0, help="steps in which the learning rate rises")
@@ -49,6 +50,7 @@ def parse_args():
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: number of processes on all nodes
     args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun: number of processes on this node
     plumbing.check_args(parser, args)
+    plumbing.share_batch(args)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
     return args

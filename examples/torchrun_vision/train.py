@@ -43,6 +43,7 @@ def parse_args():
     parser.add_argument("--new-head", action="store_true", help="start the last layer anew, for other classes")
     parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=16, help="samples per batch of each process")
+    parser.add_argument("--global-batch", type=int, metavar="N", help="samples of a step, in parts up to --batch-size")
     parser.add_argument("--lr", type=float, default=5e-4, help="learning rate after the warm-up; then it falls to 0")
     parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the number of processes")
     parser.add_argument("--warmup-steps", type=int, help="steps in which the learning rate rises (those of an epoch)")
@@ -64,6 +65,7 @@ def parse_args():
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: number of processes on all nodes
     args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun: number of processes on this node
     plumbing.check_args(parser, args)
+    plumbing.share_batch(args)
     logs.check_args(parser, args)
     if args.sync_batchnorm and not torch.cuda.is_available():
         parser.error("--sync-batchnorm needs GPUs: PyTorch has no SyncBatchNorm for CPUs. Use a larger --batch-size")
@@ -193,7 +195,7 @@ def resume(args, parts, device):
     return progress
 
 
-def make_loaders(args, train_set, test_set, device):
+def make_loaders(args, train_set, test_set, device, rank):
     """Return the loaders of training set, as yet without batches, and test set."""
     # loader: workers read, decode and augment in the background, while this process computes
     loading = {"num_workers": args.workers, "prefetch_factor": args.prefetch if args.workers else None}
@@ -202,7 +204,6 @@ def make_loaders(args, train_set, test_set, device):
     # loader: the workers stay for all epochs, each of which gets its own list of batches
     train_loader = DataLoader(train_set, batch_sampler=[], persistent_workers=args.workers > 0, **loading)
     # ddp: each test sample exactly once; a DistributedSampler would repeat some to make the shards equally long
-    rank = dist.get_rank()
     shard = range(rank, len(test_set), args.world_size)
     return train_loader, DataLoader(test_set, args.batch_size, sampler=shard, **loading)
 
@@ -236,7 +237,7 @@ def main(args):
     sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
     args.steps_per_epoch = plumbing.count_steps(args, len(sampler))
     args.warmup_steps = args.steps_per_epoch if args.warmup_steps is None else args.warmup_steps
-    train_loader, test_loader = make_loaders(args, train_set, test_set, device)
+    train_loader, test_loader = make_loaders(args, train_set, test_set, device, rank)
 
     # Model, optimizer and scaler, and their state if the run is resumed.
     parts = make_parts(args, len(classes), device)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import outputs
+from harness import outputs, runs
 from harness.jobs import (
     CPUS,
     GPUS,
@@ -16,6 +16,7 @@ from harness.jobs import (
     assert_no_step_lost,
     hand_over,
     on_this_machine_only,
+    slowed,
     stop_twice,
     submit,
     two_processes,
@@ -100,3 +101,27 @@ def test_preempted(
     cancelled.wait_for_epoch(1)
     cancelled.cancel()
     assert cancelled.shown["JobState"] == "CANCELLED" and "requeueing" not in cancelled.log
+
+
+@multinode
+@pytest.mark.parametrize("other_lab", [{"extra_conf": PARTITIONS}], indirect=True)
+def test_other_nodes(other_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
+    """--nodes=1-2 takes both nodes, and after a preemption the one that is free: in fp64 the same to a rounding."""
+    words = "--precision fp64 --epochs 3 --global-batch 96".split()
+    folder = slowed(source, tmp_path / example, "2 * (os.environ.get('SLURM_RESTART_COUNT', '0') == '0')")
+    each = ("--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
+    job = submit(other_lab, example, folder, *words, options=("--partition=low", "--nodes=1-2", *each))
+    job.wait_for_epoch(1)
+    (tmp_path / "urgent").mkdir()
+    wait = "--wrap=until [ -e finish ]; do sleep 0.2; done"
+    command = ["sbatch", "--parsable", "--partition=high", "--nodelist=node2", "--exclusive", wait]
+    urgent = other_lab.run(command, cwd=hand_over(tmp_path / "urgent")).stdout.strip()
+    assert_stopped_once(job)
+    assert other_lab.job(urgent)["JobState"] == "RUNNING"
+    (tmp_path / "urgent" / "finish").touch()
+    assert other_lab.wait_for_job(urgent)["JobState"] == "COMPLETED"
+    assert "2 processes on 2 nodes" in job.log and "1 processes on 1 node, " in job.log
+    assert {row["world_size"] for row in outputs.read_metrics(job.output)} == {2, 1}
+    alone = runs.train(example, copy_example(source, tmp_path / "alone"), 1, *words)
+    models = [outputs.read_model(output) for output in (job.output, alone.folder / "output")]
+    assert outputs.largest_difference(*models) < 1e-9
