@@ -40,9 +40,10 @@ in_image() (                     # become the command $@, in the image if there 
     exec "$(type -P apptainer || type -P singularity || echo apptainer)" "${options[@]}" "$IMAGE" "$@"
 )
 
-one_task_per_node() {            # refuse other numbers
-    [[ "${SLURM_NTASKS:-0}" -eq "$SLURM_JOB_NUM_NODES" ]] ||
-        fail "${SLURM_NTASKS:-0} tasks on $SLURM_JOB_NUM_NODES nodes: set #SBATCH --ntasks-per-node=1"
+one_task_per_node() {            # refuse other numbers; without one, srun starts so many
+    export SLURM_NTASKS="${SLURM_NTASKS:-$SLURM_JOB_NUM_NODES}"
+    [[ "$SLURM_NTASKS" -eq "$SLURM_JOB_NUM_NODES" ]] ||
+        fail "$SLURM_NTASKS tasks on $SLURM_JOB_NUM_NODES nodes: set #SBATCH --ntasks-per-node=1"
 }
 
 own_address() {                  # print this node's own address on the way to the host $1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import outputs, runs
+from harness import edits, outputs, runs
 from harness.jobs import (
     CPUS,
     GPUS,
@@ -107,10 +107,11 @@ def test_preempted(
 @pytest.mark.parametrize("other_lab", [{"extra_conf": PARTITIONS}], indirect=True)
 def test_other_nodes(other_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
     """--nodes=1-2 takes both nodes, and after a preemption the one that is free: in fp64 the same to a rounding."""
-    words = "--precision fp64 --epochs 3 --global-batch 96".split()
+    words = ["--precision", "fp64", "--epochs", "3", "--global-batch", "96"]
     folder = slowed(source, tmp_path / example, "2 * (os.environ.get('SLURM_RESTART_COUNT', '0') == '0')")
-    each = ("--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
-    job = submit(other_lab, example, folder, *words, options=("--partition=low", "--nodes=1-2", *each))
+    edits.edit(folder / "run.slurm", "#SBATCH --ntasks-per-node=1 ", "# ")
+    options = ("--partition=low", "--nodes=1-2", "--gpus-per-node=1", "--cpus-per-task=1")
+    job = submit(other_lab, example, folder, *words, options=options)
     job.wait_for_epoch(1)
     (tmp_path / "urgent").mkdir()
     wait = "--wrap=until [ -e finish ]; do sleep 0.2; done"
