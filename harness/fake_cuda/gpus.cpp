@@ -512,6 +512,27 @@ struct Nccl final : c10d::Backend {
   Pointer<c10d::Work> _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
     return all_gather_single(output, input, options);
   }
+  Pointer<c10d::Work> all_gather_single_coalesced(Tensors& outputs, Tensors& inputs,
+                                                  const c10d::AllgatherOptions& options) override {
+    for (size_t i = 0; i < inputs.size(); i++) all_gather_single(outputs[i], inputs[i], options);
+    return done(nullptr, outputs);
+  }
+  Pointer<c10d::Work> allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                      const c10d::AllgatherOptions& options) override {
+    return all_gather_single_coalesced(outputs, inputs, options);
+  }
+  Pointer<c10d::Work> reduce_scatter_single_coalesced(Tensors& outputs, Tensors& inputs,
+                                                      const c10d::ReduceScatterOptions& options) override {
+    for (size_t i = 0; i < inputs.size(); i++) reduce_scatter_single(outputs[i], inputs[i], options);
+    return done(nullptr, outputs);
+  }
+  Pointer<c10d::Work> reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                      const c10d::ReduceScatterOptions& options) override {
+    return reduce_scatter_single_coalesced(outputs, inputs, options);
+  }
+  Pointer<c10d::Work> allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    return allreduce(tensors, options);
+  }
   Pointer<c10d::Work> reduce_scatter_single(Tensor& output, Tensor& input,
                                             const c10d::ReduceScatterOptions& options) override {
     auto to = see("reduce_scatter", output), from = see("reduce_scatter", input);

@@ -1,6 +1,6 @@
 """Python imports this by itself where this folder is on PYTHONPATH: switches the stand-in for CUDA on with torch.
 
-Nothing of it is imported without the variable FAKE_CUDA_DEVICES, which the tests alone set: see __init__.py.
+Nothing of it is imported without the variable FAKE_CUDA_DEVICES, which the tests alone set: see harness/gpus.py.
 """
 
 import importlib.abc

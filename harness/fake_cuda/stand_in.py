@@ -66,7 +66,7 @@ def install(torch):
     """Have PyTorch find as many GPUs as FAKE_CUDA_DEVICES and CUDA_VISIBLE_DEVICES say."""
     if torch.__version__.partition("+")[0] != VERSION:
         sys.exit(f"stand-in for CUDA: it knows PyTorch {VERSION}, not {torch.__version__}")
-    gpus = load(os.environ["FAKE_CUDA_LIBRARY"])
+    gpus = load(os.path.join(os.path.dirname(__file__), "gpus.so"))
     calls = {}
     with quiet():  # PyTorch warns that kernels are replaced
         gpus.install(visible())
@@ -307,7 +307,7 @@ def keep_record(torch, gpus, calls):
     import atexit
 
     def write():
-        facts = {"rank": os.environ.get("RANK"), "own": gpus.own(), "calls": calls, "counts": gpus.counts()}
+        facts = {"pid": os.getpid(), "rank": os.environ.get("RANK"), "own": gpus.own(), "calls": calls, "counts": gpus.counts()}
         facts |= {"argv": sys.argv, "initialized": Context.touched}
         if gpus.own() >= 0:
             name = os.path.join(os.environ["FAKE_CUDA_RECORD"], f"{os.getpid()}-{uuid.uuid4().hex[:6]}.json")
