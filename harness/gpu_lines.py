@@ -24,7 +24,7 @@ EXAMPLES = [name for name, row in LAUNCHERS.items() if row.gpus]
 # The arguments of the ordinary run in the stand-in: little data, and what reaches GPU lines.
 ARGUMENTS = {
     "fsdp": "--epochs 1 --tokens 4000 --precision bf16 --cpu-offload --max-grad-norm 1",
-    "torchrun_vision": "--epochs 1 --image-size 32 --workers 1 --precision fp16 --sync-batchnorm --max-grad-norm 1",
+    "torchrun_vision": "--epochs 1 --image-size 32 --batch-size 50 --precision fp16 --sync-batchnorm --max-grad-norm 1",
     "lora": "--epochs 1 --context 16 --precision bf16",
 }
 USUAL = "--epochs 1 --precision bf16"
@@ -33,6 +33,23 @@ VARIANTS = {
     "ddp_spawn": ["--precision fp64"],
     "fsdp": ["--tokens 4000", "--tokens 4000 --tensor-parallel 2"],
     "torchrun_vision": ["--image-size 32 --workers 1", "--image-size 32 --workers 1 --precision bf16 --profile"],
+}
+# What reads a GPU's profile gets one that was made up: the stand-in has no kernels that a profiler could see.
+EXTRA = {
+    "torchrun_vision": """
+import torch
+from types import SimpleNamespace
+from step_profile import shares_of_a_step
+
+def event(name, start, end, kind="CUDA", note=False):
+    kind, span = getattr(torch.autograd.DeviceType, kind), SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, time_range=span, device_type=kind, is_user_annotation=note)
+
+events = [event("ProfilerStep#3", 0, 100, "CPU"), event("ProfilerStep#3", 0, 100, note=True)]
+events += [event("enumerate(DataLoader)#x", 0, 20, "CPU"), event("aten::mm", 0, 90, "CPU")]
+events += [event("ncclDevKernel_AllReduce", 20, 50), event("sm80_gemm", 40, 90)]
+assert [round(share, 9) for share in shares_of_a_step(events)] == [0.0001, 0.2, 0.2, 0.5]
+""",
 }
 
 
@@ -54,7 +71,7 @@ class Piece:
 def without_gpu(node: ast.expr) -> object:
     """Return the value of an expression where there is no GPU, or None if that is not known."""
     text = ast.unparse(node)
-    if text.endswith("torch.cuda.is_available()") or text in ("args.cpu_offload", "args.sync_batchnorm", "gpu"):
+    if text.endswith("torch.cuda.is_available()") or text == "gpu":
         return False
     if text == "torch.cuda.device_count()":
         return 0
@@ -88,7 +105,8 @@ def gpu_nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """Yield the expressions and statements that are not reached without a GPU, and those that name torch.cuda."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If | ast.IfExp):
-            value = without_gpu(node.test)
+            refused = ast.unparse(node.test) in ("args.cpu_offload", "args.sync_batchnorm")  # without a GPU
+            value = False if refused else without_gpu(node.test)
             if value is not None:
                 branch = node.orelse if value else node.body
                 for part in branch if isinstance(branch, list) else [branch]:
@@ -129,6 +147,13 @@ def reached(all_pieces: list[Piece], folders: Iterable[Path]) -> dict[Piece, boo
     return {piece: any(map(piece.holds, seen.get(piece.file, []))) for piece in all_pieces}
 
 
+def run_extra(example: str, folder: Path, variables: dict[str, str]) -> None:
+    """Execute what an example has in EXTRA, in its folder."""
+    if example in EXTRA:
+        run = runs.Run(["python", "-c", EXTRA[example]], folder, variables).wait()
+        assert run.status == 0, run.stderr
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("examples", nargs="*", metavar="EXAMPLE", help=f"of {', '.join(EXAMPLES)}; default: all")
@@ -145,6 +170,7 @@ def main() -> None:
             for number, words in enumerate(ways):
                 variables = gpus.environment(built, record, lines=True)
                 runs.train(example, folder, 2, *words.split(), "--output-dir", f"output{number}", **variables)
+            run_extra(example, folder, variables)
             if args.all:
                 runs.start(example, folder, 2, **gpus.environment(built, record, 1, lines=True)).wait()
             found = reached(pieces(folder), [record])

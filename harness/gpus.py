@@ -56,7 +56,8 @@ def environment(built: Path, record: Path, devices: int = 2, lines: bool = False
     record.mkdir(exist_ok=True)
     variables = {"PYTHONPATH": str(built), "FAKE_CUDA_DEVICES": str(devices), "FAKE_CUDA_RECORD": str(record)}
     variables |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices)))}
-    return variables | ({"TRACE_LINES": str(record)} if lines else {})
+    # With two cores, as of a job, torchrun_vision takes its default number of workers, 1.
+    return variables | ({"TRACE_LINES": str(record), "SLURM_CPUS_PER_TASK": "2"} if lines else {})
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

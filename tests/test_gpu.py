@@ -1,24 +1,34 @@
-"""On the GPUs of this machine, over NCCL: each example that uses GPUs keeps its promises there. For `nox -s gpu`."""
+"""On the GPUs of this machine, over NCCL: each example that uses GPUs keeps its promises there. For `nox -s gpu`.
+
+With STAND_IN=FOLDER in the environment they run on two GPUs that are none, harness/gpus.py, built in that folder: so
+test_gpu_stand_in.py knows that these tests themselves work.
+"""
 
 import importlib
 import json
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from harness import outputs, runs
+from harness import gpus, outputs, runs
 from harness.launchers import LAUNCHERS, copy_example
 from harness.runs import Reference
 
 # As PyTorch counts them, for whose import there is no reason where there are none.
-COUNT = importlib.import_module("torch").cuda.device_count() if shutil.which("nvidia-smi") else 0
+STAND_IN = os.environ.get("STAND_IN")
+COUNT = importlib.import_module("torch").cuda.device_count() if shutil.which("nvidia-smi") else 2 * bool(STAND_IN)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.only("gpus"),
     pytest.mark.skipif(not COUNT, reason="needs a GPU: CUDA and NCCL are not tested here"),
 ]
 VISIBLE = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(COUNT)))}  # by default the tests hide them
+if STAND_IN:
+    VISIBLE = gpus.environment(gpus.build(Path(STAND_IN)), Path(STAND_IN) / "record")
+real = pytest.mark.skipif(bool(STAND_IN), reason="needs a GPU: the stand-in has no driver to ask, and no kernels")
 
 
 def train(example: str, folder: Path, *arguments: object, **environment: str) -> Reference:
@@ -29,7 +39,8 @@ def train(example: str, folder: Path, *arguments: object, **environment: str) ->
     assert all(process["gpu_mb"] > 0 for process in used)
     import torch
 
-    print(f"{example} {' '.join(map(str, arguments))}: {torch.cuda.get_device_name(0)} x {COUNT}")
+    name = "stand-in" if STAND_IN else torch.cuda.get_device_name(0)
+    print(f"{example} {' '.join(map(str, arguments))}: {name} x {COUNT}")
     print(*used, outputs.read_metrics(folder / "output")[-1], sep="\n")
     return Reference(folder / "output", run.stdout)
 
@@ -91,6 +102,55 @@ def test_precision(example: str, folder: Path, precision: str) -> None:
     assert LAUNCHERS[example].has_learnt(outputs.read_metrics(run.output)[-1], tolerance=0.02)
 
 
+MODES = {
+    "fsdp": ["--tensor-parallel 2", "--cpu-offload", "--cpu-offload --tensor-parallel 2"],
+    "torchrun_vision": ["--sync-batchnorm", "--sync-batchnorm --precision fp16 --max-grad-norm 1"],
+}
+
+
+@pytest.mark.only(*MODES)
+@pytest.mark.parametrize("words", [words for modes in MODES.values() for words in modes])
+def test_mode(example: str, folder: Path, words: str) -> None:
+    """What is not in the default run learns as much as that, within a tolerance."""
+    if words not in MODES[example]:
+        pytest.skip("needs a GPU: of another example")
+    if "tensor-parallel" in words and COUNT % 2:
+        pytest.skip("needs a GPU: two, or another even number")
+    run = train(example, folder, *words.split())
+    assert LAUNCHERS[example].has_learnt(outputs.read_metrics(run.output)[-1], tolerance=0.1)
+
+
+@pytest.mark.skipif(COUNT < 2, reason="needs a GPU: two of them")
+def test_dead_rank(example: str, folder: Path) -> None:
+    """A process that is killed ends the run within a minute, also where the others wait in NCCL: --timeout."""
+    run = runs.start(example, folder, COUNT, "--timeout", 30, "--epochs", 100, **VISIBLE)
+    run.read_epoch(1)
+    runs.kill_one(example, run)
+
+
+@real
+@pytest.mark.skipif(COUNT < 2, reason="needs a GPU: two of them")
+def test_no_context_on_another_gpu(example: str, folder: Path) -> None:
+    """Each process uses one GPU: a context on another one takes some 400 MB there, and none in exclusive mode.
+
+    It is asked for in the middle of the run, when checkpoints have been written, too.
+    """
+    run = runs.start(example, folder, COUNT, "--epochs", 100, **VISIBLE)
+    run.read_epoch(1)
+    run.read_epoch(2)
+    command = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    runs.kill_all(example, run)
+    assert_one_gpu_each(listed)
+
+
+def assert_one_gpu_each(listed: str) -> None:
+    """Check what nvidia-smi lists: lines with the id of a process and of a GPU."""
+    pairs = [tuple(line.split(", ")) for line in listed.splitlines()]
+    assert len({pid for pid, _ in pairs}) == len(set(pairs)), f"a process uses several GPUs:\n{listed}"
+
+
+@real
 @pytest.mark.only("torchrun_vision")
 def test_profile(example: str, folder: Path) -> None:
     """--profile reports the shares of a step, and each process's trace has the GPU's kernels."""

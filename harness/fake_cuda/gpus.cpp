@@ -236,7 +236,7 @@ Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
     const Tensor& host = self.is_cuda() ? from : self;
     bool in_pinned = pinned.count(const_cast<void*>(host.storage().data()));
     count("copy " + where(from) + " to " + where(self) + (in_pinned ? " pinned" : " pageable") +
-          (non_blocking ? " non_blocking" : " blocking"));
+          (non_blocking ? " non_blocking " : " blocking ") + c10::toString(from.scalar_type()));
   } else {
     TORCH_CHECK(self.device() == from.device(), "stand-in for CUDA: a copy from ", from.device(), " to ", self.device());
   }

@@ -307,7 +307,13 @@ def keep_record(torch, gpus, calls):
     import atexit
 
     def write():
-        facts = {"pid": os.getpid(), "rank": os.environ.get("RANK"), "own": gpus.own(), "calls": calls, "counts": gpus.counts()}
+        facts = {
+            "pid": os.getpid(),
+            "rank": os.environ.get("RANK"),
+            "own": gpus.own(),
+            "calls": calls,
+            "counts": gpus.counts(),
+        }
         facts |= {"argv": sys.argv, "initialized": Context.touched}
         if gpus.own() >= 0:
             name = os.path.join(os.environ["FAKE_CUDA_RECORD"], f"{os.getpid()}-{uuid.uuid4().hex[:6]}.json")

@@ -22,13 +22,16 @@ def start(folder):
             SEEN[frame.f_code].add(frame.f_lasti)
         return local
 
+    ours = {}
+
     def trace(frame, event, _):
         code = frame.f_code
-        if event != "call" or not os.path.abspath(code.co_filename).startswith(here) or "/common/" in code.co_filename:
+        name = code.co_filename
+        if name not in ours:
+            ours[name] = os.path.dirname(os.path.abspath(name)) + os.sep == here
+        if not ours[name]:
             return None
-        known = SEEN.setdefault(code, set())
-        if len(known) == len(code.co_code) // 2:
-            return None
+        SEEN.setdefault(code, set())
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return local
 
