@@ -71,11 +71,11 @@ class Piece:
 def without_gpu(node: ast.expr) -> object:
     """Return the value of an expression where there is no GPU, or None if that is not known."""
     text = ast.unparse(node)
-    if text.endswith("torch.cuda.is_available()") or text == "gpu":
+    if text in ("torch.cuda.is_available()", "gpu"):
         return False
     if text == "torch.cuda.device_count()":
         return 0
-    if text.endswith("device.type"):
+    if isinstance(node, ast.Attribute) and text.endswith("device.type"):
         return "cpu"
     if isinstance(node, ast.Constant):
         return node.value

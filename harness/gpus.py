@@ -27,8 +27,9 @@ KNOWN = re.search(r'^VERSION = "(.*)"', (FOLDER / "stand_in.py").read_text(), re
 
 def why_not() -> str:
     """Return why there can be no stand-in with this Python's PyTorch, or nothing."""
-    found = version("torch").partition("+")[0]
-    return "" if found == KNOWN else f"the stand-in for CUDA knows PyTorch {KNOWN}, not {found}"
+    found, _, build = version("torch").partition("+")
+    known = found == KNOWN and not build.startswith(("cpu", "rocm", "xpu"))
+    return "" if known else f"the stand-in for CUDA knows PyTorch {KNOWN}, built for CUDA, not {version('torch')}"
 
 
 def build(folder: Path) -> Path:

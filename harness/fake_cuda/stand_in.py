@@ -64,8 +64,8 @@ def load(path):
 
 def install(torch):
     """Have PyTorch find as many GPUs as FAKE_CUDA_DEVICES and CUDA_VISIBLE_DEVICES say."""
-    if torch.__version__.partition("+")[0] != VERSION:
-        sys.exit(f"stand-in for CUDA: it knows PyTorch {VERSION}, not {torch.__version__}")
+    if torch.__version__.partition("+")[0] != VERSION or not torch.version.cuda:
+        sys.exit(f"stand-in for CUDA: it knows PyTorch {VERSION}, built for CUDA, not {torch.__version__}")
     gpus = load(os.path.join(os.path.dirname(__file__), "gpus.so"))
     calls = {}
     with quiet():  # PyTorch warns that kernels are replaced

@@ -49,9 +49,9 @@ def test_reached(tmp_path: Path) -> None:
         assert gpu_lines.reached([piece], [tmp_path]) == {piece: was}
 
 
-@pytest.mark.parametrize("example", gpu_lines.EXAMPLES)
-def test_examples_have_pieces(example: str) -> None:
-    found = {piece.text for piece in gpu_lines.pieces(ROOT / "examples" / example)}
+@pytest.mark.parametrize("name", gpu_lines.EXAMPLES)
+def test_examples_have_pieces(name: str) -> None:
+    found = {piece.text for piece in gpu_lines.pieces(ROOT / "examples" / name)}
     assert len(found) >= 6 and '"nccl"' in found
 
 
