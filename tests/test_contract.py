@@ -192,7 +192,7 @@ def test_killed_and_resumed(example: str, folder: Path, reference: Reference) ->
 @pytest.mark.only("fsdp", "lora", "torchrun_vision")
 @pytest.mark.runs("weekly")  # torchrun_multinode has an ordinary test of the same functions
 def test_saved_by_the_clock(example: str, folder: Path, reference: Reference) -> None:
-    """Within an epoch all save when a time has passed on the clock of one process; killed then and resumed, same bits."""
+    """All save within an epoch when a time has passed on the clock of one; killed then and resumed: the same bits."""
     edits.edit(folder / "plumbing.py", "return int(seconds - ", "return int(dist.get_rank() == 1 and seconds - ")
     run = runs.start(example, folder, 2, "--checkpoint-every", "0.001min")
     run.read_epoch(1)
