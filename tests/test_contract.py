@@ -191,6 +191,22 @@ def test_killed_and_resumed(example: str, folder: Path, reference: Reference) ->
     )
 
 
+@pytest.mark.only("fsdp", "lora", "torchrun_vision")
+@pytest.mark.runs("weekly")  # torchrun_multinode has an ordinary test of the same functions
+def test_saved_by_the_clock(example: str, folder: Path, reference: Reference) -> None:
+    """All save within an epoch when a time has passed on the clock of one; killed then and resumed: the same bits."""
+    edits.edit(folder / "plumbing.py", "return int(seconds - ", "return int(dist.get_rank() == 1 and seconds - ")
+    run = runs.start(example, folder, 2, "--checkpoint-every", "0.001min")
+    run.read_epoch(1)
+    file = next((folder / "output").glob("checkpoint/run.json"), folder / "output" / "checkpoint.pt")
+    before = file.stat().st_mtime_ns
+    wait_until(lambda: file.stat().st_mtime_ns != before, 300, "a checkpoint within the second epoch", pause=0.01)
+    runs.kill_all(example, run)
+    last = runs.train(example, folder, 2, "--resume")
+    assert re.search(rf"continuing after epoch 1 of {EPOCHS}, step [1-9]", last.stdout), last.stdout
+    outputs.assert_same_run(folder / "output", reference.output)
+
+
 @pytest.mark.runs("weekly")
 @pytest.mark.parametrize("repeat", range(5))
 def test_killed_ten_times(example: str, folder: Path, reference: Reference, repeat: int) -> None:

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import resource
 import signal
 import subprocess
@@ -17,6 +18,8 @@ import sys
 import time
 import warnings
 import zipfile
+from argparse import ArgumentTypeError
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -220,6 +223,24 @@ def write_checkpoint(args, state):
 def stop_requested():
     """Return whether this job has to stop: the task that started torchrun has then made a file, see plumbing.sh."""
     return os.path.exists(os.environ.get("STOP_FILE", ""))
+
+
+def steps_or_minutes(text):
+    """Return a number of steps, as of "500", or a time, as of "10min"; argparse prints what is wrong with another."""
+    minutes = re.fullmatch(r"(\d{1,6}(\.\d{1,6})?)min", text)
+    every = timedelta(minutes=float(minutes[1])) if minutes else int(text) if re.fullmatch(r"\d{1,18}", text) else 0
+    if not every:
+        raise ArgumentTypeError(f"must be 1 or more steps, such as 500, or minutes, such as 10min, not {text!r}")
+    return every
+
+
+def wish(args, progress, seconds):
+    """Return what this process wants after this step, `seconds` into the epoch: 0 go on, 1 save, 2 save and stop."""
+    if stop_requested():
+        return 2
+    if isinstance(args.checkpoint_every, timedelta):  # since the last save, or since this process began to train
+        return int(seconds - progress["seconds"] >= args.checkpoint_every.total_seconds())
+    return int(bool(args.checkpoint_every) and (progress["step"] + 1) % args.checkpoint_every == 0)
 
 
 def stop(args, progress):
