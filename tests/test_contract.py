@@ -416,6 +416,7 @@ def test_another_number_of_processes(example: str, folder: Path, tmp_path: Path)
     The global batch is the same; each sample of an epoch is used once, whichever processes it is shared by.
     """
     launcher, output = LAUNCHERS[example], folder / "output"
+    rounding = 1e-6 if example == "lora" else 1e-9  # RMSNorm of transformers computes in fp32, whatever the weights are
     edits.note_use(folder, launcher)
     if example == "torchrun_vision":
         edits.without_batchnorm(folder)
@@ -436,11 +437,11 @@ def test_another_number_of_processes(example: str, folder: Path, tmp_path: Path)
             found[epoch] += indices
     for epoch in range(3):
         assert sorted(found[epoch]) == wanted[epoch] and len(wanted[epoch]) == len(set(wanted[epoch])) > 0
-    assert outputs.largest_difference(outputs.read_model(output), outputs.read_model(reference)) < 1e-9
+    assert outputs.largest_difference(outputs.read_model(output), outputs.read_model(reference)) < rounding
     rows = zip(outputs.read_metrics(output), outputs.read_metrics(reference), strict=True)
     for ours, theirs in rows:
-        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-9)
-        assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-9)
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=rounding)
+        assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=rounding)
     assert [row["world_size"] for row in outputs.read_metrics(output)] == [2, 1, 3]
 
 
