@@ -72,15 +72,15 @@ def name_slowest(used):
 def watch(args, progress, rank, hosts):
     """From now on say so if no step has ended for most of --timeout; `hosts` has the host of each rank."""
     process.update(rank=str(rank), start=usage())
-    steps, store, torch = [progress["step"]], None, sys.modules.get("torch")
+    steps, store = [progress["step"]], None
 
     def count(*_):
         steps[0] += 1
 
-    if torch:  # frameworks that have a loop of their own change `progress` once in an epoch
-        torch.optim.optimizer.register_optimizer_step_post_hook(count)
+    if optimizer := sys.modules.get("torch.optim.optimizer"):  # a framework's loop changes `progress` once in an epoch
+        optimizer.register_optimizer_step_post_hook(count)
     with contextlib.suppress(Exception):  # Horovod has no store
-        group = torch.distributed.distributed_c10d
+        group = sys.modules["torch.distributed"].distributed_c10d
         store = group.PrefixStore("hangs", group._get_default_store().clone())  # a connection of its own
 
     def look():
@@ -90,28 +90,33 @@ def watch(args, progress, rank, hosts):
             if step != last:
                 if told:
                     say(f"goes on after {seconds:.0f} s")
-                    within(2, store.delete_key, str(rank)) if store else None
+                    within(2, lambda: store.delete_key(str(rank)))
                 last, since, told = step, time.monotonic(), False
             elif not told and seconds > 0.8 * args.timeout:
-                told, state = True, {"place": place(), "waits": collective()}
-                waiting = f"; it waits in {state['waits']}" * bool(state["waits"])
-                say(f"no step for {seconds:.0f} s, since step {step} (--timeout {args.timeout}): {state['place']}{waiting}")
-                if store:
-                    within(2, store.set, str(rank), json.dumps(state))
-                    time.sleep(args.timeout / 20)  # until the others have done the same
-                    if not within(5, compare, store, rank, hosts):
-                        say(f"no answer from where all processes meet: rank 0 on {hosts[0]}, or what has started it")
+                told = True
+                report(f"no step for {seconds:.0f} s (--timeout {args.timeout}), after step {step}", store, rank, hosts)
             time.sleep(min(5, args.timeout / 40))
 
     threading.Thread(target=look, daemon=True).start()
 
 
-def within(seconds, function, *args):
+def report(what, store, rank, hosts):
+    """Say where this process is and, if it can ask the others, which of them are missing."""
+    state = {"place": place(), "waits": collective()}
+    say(f"{what}: {state['place']}" + f"; it waits in {state['waits']}" * bool(state["waits"]))
+    if store:
+        within(2, lambda: store.set(str(rank), json.dumps(state)))
+        time.sleep(1)  # until the others have done the same: they have stood still since the same step
+        if not within(5, lambda: compare(store, rank, hosts)):
+            say(f"no answer from where all processes meet: rank 0 on {hosts[0]}, or what has started it")
+
+
+def within(seconds, function):
     """Call a function, and return whether it has come back in time; what it raises is ignored."""
 
     def call():
         with contextlib.suppress(Exception):
-            function(*args)
+            function()
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()

@@ -50,7 +50,7 @@ ask_for_stacks() {               # on each node: by USR2, which would end a proc
     for process in /proc/[0-9]*; do
         [[ "$(readlink "$process/exe")" == */python* ]] && grep -qzx "SLURM_JOB_ID=$SLURM_JOB_ID" "$process/environ" &&
             caught="$(sed -n 's/^SigCgt:[[:space:]]*//p' "$process/status")" && (((16#$caught >> 11) % 2)) &&
-            kill -USR2 "${process##*/}" && sleep 0.1  # one after the other: a loader's worker writes where its parent does
+            kill -USR2 "${process##*/}" && sleep 0.1  # not at once: a loader's worker writes where its parent does
     done 2>/dev/null || true
 }
 
