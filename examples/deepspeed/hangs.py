@@ -72,10 +72,11 @@ def name_slowest(used):
 def watch(args, progress, rank, hosts):
     """From now on say so if no step has ended for most of --timeout; `hosts` has the host of each rank."""
     process.update(rank=str(rank), start=usage())
-    steps, store = [progress["step"]], None
+    hooked, store = [0], None
+    each = 2 if "horovod" in sys.modules else 1  # the step of its optimizer calls that of the one which it wraps
 
     def count(*_):
-        steps[0] += 1
+        hooked[0] += 1
 
     if optimizer := sys.modules.get("torch.optim.optimizer"):  # a framework's loop changes `progress` once in an epoch
         optimizer.register_optimizer_step_post_hook(count)
@@ -84,16 +85,16 @@ def watch(args, progress, rank, hosts):
         store = group.PrefixStore("hangs", group._get_default_store().clone())  # a connection of its own
 
     def look():
-        last, since, told = None, 0, False
+        last, told = None, False
         while True:
-            seconds, step = time.monotonic() - since, max(steps[0], progress["step"])
-            if step != last:
+            if (now := (progress["step"], hooked[0])) != last:
                 if told:
-                    say(f"goes on after {seconds:.0f} s")
+                    say(f"goes on after {time.monotonic() - since:.0f} s")
                     within(2, lambda: store.delete_key(str(rank)))
-                last, since, told = step, time.monotonic(), False
-            elif not told and seconds > 0.8 * args.timeout:
-                told = True
+                first = now[1] if not last or now[0] != last[0] else first
+                last, since, told = now, time.monotonic(), False
+            elif not told and (seconds := time.monotonic() - since) > 0.8 * args.timeout:
+                told, step = True, now[0] + (now[1] - first) // each
                 report(f"no step for {seconds:.0f} s (--timeout {args.timeout}), after step {step}", store, rank, hosts)
             time.sleep(min(5, args.timeout / 40))
 
