@@ -42,10 +42,14 @@ def listen():
 
 def usage():
     """Return seconds: of the clock, in which the main thread has computed, and in which it has waited for a core."""
-    waited = 0
-    with contextlib.suppress(OSError, IndexError):  # a kernel without this file, which is about the main thread
-        waited = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-    return time.perf_counter(), time.thread_time(), waited
+    computed = waited = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or the kernel does not tell
+            # TensorFlow has another thread compute, for which the main thread waits.
+            if task.name == f"{os.getpid()}" or (task / "comm").read_text() == "tf_Compute\n":
+                on_core, off_core, _ = map(int, (task / "schedstat").read_text().split())
+                computed, waited = computed + on_core / 1e9, waited + off_core / 1e9
+    return time.perf_counter(), computed, waited
 
 
 def waits():
@@ -85,13 +89,13 @@ def watch(args, progress, rank, hosts):
         store = group.PrefixStore("hangs", group._get_default_store().clone())  # a connection of its own
 
     def look():
-        last, told = None, False
+        last, first, since, told = None, 0, 0, False  # first: the hook's number when `progress` had the last step
         while True:
             if (now := (progress["step"], hooked[0])) != last:
                 if told:
                     say(f"goes on after {time.monotonic() - since:.0f} s")
                     within(2, lambda: store.delete_key(str(rank)))
-                first = now[1] if not last or now[0] != last[0] else first
+                first = first if last and now[0] == last[0] else now[1]
                 last, since, told = now, time.monotonic(), False
             elif not told and (seconds := time.monotonic() - since) > 0.8 * args.timeout:
                 told, step = True, now[0] + (now[1] - first) // each
