@@ -83,7 +83,7 @@ def test_default_run(example: str, reference: Reference) -> None:
     expected = [(row["epoch"], round(row["train_loss"], 4), round(row[column] * factor, digits)) for row in rows]
     assert values == expected
     assert sum(f"finished: {words}" in line for line in lines) == 1
-    waited = r"; waited for others: from rank (\d) on \S+ [\d.]+ s \(the slowest\) to rank (\d) on \S+ [\d.]+ s"
+    waited = r"; waited for others: rank (\d) on \S+ [\d.]+ s \(the slowest\) to rank (\d) [\d.]+ s"
     used = re.compile(r"used: \d{3,} MB of memory in the largest process" + waited)
     assert [sorted(match.groups()) for match in map(used.fullmatch, lines) if match] == [["0", "1"]]
     outputs.assert_recorded(reference.output)

@@ -69,8 +69,9 @@ def name_slowest(used):
     if len(used) == 1 or "waited" not in used[0]:
         return ""
     ranks = sorted(range(len(used)), key=lambda rank: used[rank]["waited"])
-    slowest, fastest = (f"rank {n} on {used[n]['host']} {used[n]['waited']:.1f} s" for n in (ranks[0], ranks[-1]))
-    return f"; waited for others: from {slowest} (the slowest) to {fastest}"
+    slowest, most = used[ranks[0]], f"rank {ranks[-1]} {used[ranks[-1]]['waited']:.1f} s"
+    least = f"rank {ranks[0]} on {slowest['host']} {slowest['waited']:.1f} s"
+    return f"; waited for others: {least} (the slowest) to {most}"
 
 
 def watch(args, progress, rank, hosts):
