@@ -77,7 +77,7 @@ def name_slowest(used):
 def watch(args, progress, rank, hosts):
     """From now on say so if no step has ended for most of --timeout; `hosts` has the host of each rank."""
     process.update(rank=str(rank), start=usage())
-    hooked, store = [0], None
+    begun, hooked, store = progress["step"], [0], None
     each = 2 if "horovod" in sys.modules else 1  # the step of its optimizer calls that of the one which it wraps
 
     def count(*_):
@@ -90,16 +90,16 @@ def watch(args, progress, rank, hosts):
         store = group.PrefixStore("hangs", group._get_default_store().clone())  # a connection of its own
 
     def look():
-        last, first, since, told = None, 0, 0, False  # first: the hook's number when `progress` had the last step
+        last, since, told = None, 0, False
         while True:
-            if (now := (progress["step"], hooked[0])) != last:
+            seconds, step = time.monotonic() - since, max(progress["step"], begun + hooked[0] // each)
+            if step != last:
                 if told:
-                    say(f"goes on after {time.monotonic() - since:.0f} s")
+                    say(f"goes on after {seconds:.0f} s")
                     within(2, lambda: store.delete_key(str(rank)))
-                first = first if last and now[0] == last[0] else now[1]
-                last, since, told = now, time.monotonic(), False
-            elif not told and (seconds := time.monotonic() - since) > 0.8 * args.timeout:
-                told, step = True, now[0] + (now[1] - first) // each
+                last, since, told = step, time.monotonic(), False
+            elif not told and seconds > 0.8 * args.timeout:
+                told = True
                 report(f"no step for {seconds:.0f} s (--timeout {args.timeout}), after step {step}", store, rank, hosts)
             time.sleep(min(5, args.timeout / 40))
 
