@@ -30,7 +30,7 @@ def test_stacks(example: str, folder: Path, reference: Reference) -> None:
     edits.edit(folder / "plumbing.sh", '"SLURM_JOB_ID=$SLURM_JOB_ID"', f'"{run.marker}"')
     subprocess.run(["bash", "-c", "source ./plumbing.sh; ask_for_stacks"], cwd=folder, check=True, timeout=60)
     for rank in range(2):
-        pattern = rf'^(\[\d\]<stderr>:)?\[{HOST} rank {rank}\]   File ".*/held.py", line \d+ in wait$'
+        pattern = rf'^(\[\d\]<stderr>:)?\[{HOST} rank {rank}\]   File ".*/train\.py", line \d+ in '
         wait_until(lambda: re.search(pattern, shown.read_text(), re.MULTILINE), 60, pattern)  # noqa: B023
     (folder / edits.HOLD).unlink()
     assert run.wait().status == 0, run.stderr
