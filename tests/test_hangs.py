@@ -60,3 +60,11 @@ def test_hang(example: str, folder: Path) -> None:
         pattern = r"Missing ranks:\n1: \["
     assert re.search(pattern, run.stderr), run.stderr
     assert run.stderr.index("no step for") < run.stderr.index("Traceback" if example not in HOROVOD else "Timeout (")
+
+
+@pytest.mark.runs("weekly")
+@pytest.mark.only("ddp_spawn")
+def test_detail(example: str, folder: Path) -> None:
+    """As docs/hangs.md says, DDP does not start with TORCH_DISTRIBUTED_DEBUG=DETAIL: if it does again, say so there."""
+    run = runs.start(example, folder, 2, TORCH_DISTRIBUTED_DEBUG="DETAIL").wait()
+    assert run.status == 1 and "ended with SIGSEGV" in run.stderr, run.stderr
