@@ -63,7 +63,7 @@ def prepare_process(args):
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "5")  # ms between checks for gradients to send; measured
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(args.timeout)
-    # What has waited for so long Horovod first takes out of its cache; as long again, and it names the missing ranks.
+    # Over MPI, rank 0 then names the missing ranks, after two to four times as long.
     os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(min(60, max(1, args.timeout // 8))))
 
 
