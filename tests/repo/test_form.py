@@ -187,7 +187,7 @@ def test_sync_of_files(repository: Path, name: str) -> None:
 
     source.write_text(f"{source.read_text()}\n# changed\n")
     assert f"examples/horovod_lightning/{name}" in copies.differences(repository)
-    own = "\n# own: " in (repository / "examples" / "horovod_tensorflow" / name).read_text()
+    own = "# own: " in (repository / "examples" / "horovod_tensorflow" / name).read_text()
     assert own == (name != "hangs.py")  # it has another framework, but hangs in the same way
     assert any("horovod_tensorflow" in wrong for wrong in copies.differences(repository)) != own
     copies.fix(repository)
