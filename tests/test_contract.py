@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness import edits, outputs, refusals, runs, samples
-from harness.launchers import LAUNCHERS, PRINTED, SECOND_LAUNCHERS, Launcher, copy_example
+from harness.launchers import HOROVOD, LAUNCHERS, PRINTED, SECOND_LAUNCHERS, Launcher, copy_example
 from harness.processes import wait_until
 from harness.runs import Reference
 
@@ -83,7 +83,9 @@ def test_default_run(example: str, reference: Reference) -> None:
     expected = [(row["epoch"], round(row["train_loss"], 4), round(row[column] * factor, digits)) for row in rows]
     assert values == expected
     assert sum(f"finished: {words}" in line for line in lines) == 1
-    assert sum(bool(re.fullmatch(r"used: \d{3,} MB of memory in the largest process", line)) for line in lines) == 1
+    waited = r"; waited for others: rank (\d) on \S+ [\d.]+ s \(the slowest\) to rank (\d) [\d.]+ s"
+    used = re.compile(r"used: \d{3,} MB of memory in the largest process" + waited)
+    assert [sorted(match.groups()) for match in map(used.fullmatch, lines) if match] == [["0", "1"]]
     outputs.assert_recorded(reference.output)
 
 
@@ -298,8 +300,9 @@ def test_exception_in_one_worker(example: str, folder: Path) -> None:
 
 @pytest.mark.runs("one")
 def test_one_worker_hangs(example: str, folder: Path, reference: Reference) -> None:
-    """A worker that stops answering: the others give up after --timeout, and the run ends non-zero.
+    """A worker that stops answering: the others say so, give up after --timeout, and the run ends non-zero.
 
+    Horovod has no store by which they could tell each other: there the stopped one is that of which there is no line.
     Another --seed gives another model: its loss is another from the first epoch on.
     """
     run = runs.start(example, folder, 2, "--timeout", 20, "--seed", 1)
@@ -309,6 +312,15 @@ def test_one_worker_hangs(example: str, folder: Path, reference: Reference) -> N
     os.kill(max(run.workers()), signal.SIGSTOP)
     run.wait(20 + 60, leaves=60)
     assert run.status > 0 and "finished" not in run.stdout
+    standing = set(re.findall(r"rank (\d)\] no step for 1\d s \(--timeout 20\), after step \d+: ", run.stderr))
+    assert standing in ({"0"}, {"1"}), run.stderr
+    if example not in HOROVOD:
+        (missing,) = {"0", "1"} - standing
+        answer = (
+            rf"missing: rank {missing} on \S+ \(no answer: .*\); waiting: rank {standing.pop()} in gloo:\w+ number \d"
+        )
+        # Where rank 0 has the store, nobody answers once that one has stopped.
+        assert re.search(answer, run.stderr) or (missing == "0" and "no answer from" in run.stderr), run.stderr
 
 
 NO_LOCKS = """
