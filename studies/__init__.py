@@ -9,5 +9,6 @@ sharding     what a process holds of a model with DDP, ZeRO and FSDP
 zero_memory  the same at each of DeepSpeed's ZeRO stages
 images       what reading image files costs
 lora         what LoRA saves beside training all weights
+saving       how often to save, by formulas and by a simulation of failures; its CSV file is here
 adapters     LoRA in a few lines, for memory and network
 """

@@ -73,9 +73,14 @@ def test_stopped_in_the_warmup(example: str, folder: Path) -> None:
     outputs.assert_same_run(folder / "output", folder / "whole")
 
 
-def test_worker_killed_and_started_again(example: str, folder: Path, reference: Reference) -> None:
-    """SIGKILL to one worker in mid-epoch: torchrun starts the group again, which continues from that epoch's steps."""
-    run = restarting(folder, "--checkpoint-every", "1", "--resume")
+@pytest.mark.parametrize("every", ["1", "0.001min"])
+def test_worker_killed_and_started_again(example: str, folder: Path, reference: Reference, every: str) -> None:
+    """SIGKILL to one worker in mid-epoch: torchrun starts the group again, which continues from that epoch's steps.
+
+    They were saved every step, or whenever 0.06 s had passed on the clock of one process, which has to tell the other.
+    """
+    edits.edit(folder / "plumbing.py", "return int(seconds - ", "return int(dist.get_rank() == 1 and seconds - ")
+    run = restarting(folder, "--checkpoint-every", every, "--resume")
     run.read_epoch(1)
     wait_until(lambda: saved_step(folder / "output") >= 11 + 2, 300, "a checkpoint in mid-epoch")
     os.kill(max(run.workers()), signal.SIGKILL)
@@ -192,11 +197,14 @@ def test_more_processes_than_gpus(example: str, folder: Path) -> None:
     refusals.assert_refused(run, 1, "2 processes on", "1 GPUs")
 
 
+BAD_INTERVALS = ("0", "-1", "1.5", "10x", "0min", "0.0min", "1e3min", "nanmin", f"{10**30}min")
+
+
 def test_bad_input(example: str, folder: Path) -> None:
     """Bad values of its own flags are refused with one clear line each."""
     texts = {
         "--gradient-accumulation-steps 0": ["--gradient-accumulation-steps", "1 or more"],
-        "--checkpoint-every 0": ["--checkpoint-every", "1 or more"],
+        **{f"--checkpoint-every {bad}": ["--checkpoint-every", "1 or more", bad] for bad in BAD_INTERVALS},
         "--max-grad-norm -1": ["--max-grad-norm", "0 or more"],
     }
     refusals.assert_arguments_refused(folder, texts)

@@ -61,7 +61,7 @@ def parse_args():
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
     parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    parser.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="also save every STEPS steps")
+    parser.add_argument("--checkpoint-every", type=plumbing.steps_or_minutes, help="also save every 500 (steps), 10min")
     parser.add_argument("--peak-tflops", type=float, help="of one GPU or process: also print the share of it")
     args = parser.parse_args()
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: number of processes on all nodes
@@ -103,8 +103,8 @@ def train_one_epoch(args, model, train_loader, optimizer, device, progress):
     sums = progress["sums"]  # loss, tokens: a checkpoint within the epoch has them, too
     for number, (tokens, labels) in enumerate(train_loader, 1):
         completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: of so many batches
-        vote = torch.tensor([float(plumbing.stop_requested())])
-        voting = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)  # stop: if one process has to, all do
+        vote = torch.tensor([plumbing.wish(args, progress, time.perf_counter() - start)])
+        voting = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)  # stop: the largest wish is that of all
         tokens, labels = tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         logits = model(tokens).to(DTYPES[args.precision])
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -112,7 +112,7 @@ def train_one_epoch(args, model, train_loader, optimizer, device, progress):
         count = labels.numel() / args.tensor_parallel  # tensor: the processes of a group share what they count
         sums[0] += loss.detach() * count  # on the device: no step waits for it
         sums[1] += count
-        voting.wait()  # now `vote` is 1 if a process has to stop
+        voting.wait()  # now `vote` is 0 to go on, 1 to save after this step, 2 to stop then
         if not completes_step:
             continue
         if args.max_grad_norm:
@@ -122,10 +122,10 @@ def train_one_epoch(args, model, train_loader, optimizer, device, progress):
         optimizer.step()  # fsdp: each process updates its shard of the weights
         optimizer.zero_grad()
         progress["step"] += 1
-        if vote or (args.checkpoint_every and progress["step"] % args.checkpoint_every == 0):
+        if vote:
             progress["seconds"] = time.perf_counter() - start
             save_checkpoint(args, model, optimizer, progress)
-        if vote:
+        if vote == 2:
             plumbing.stop(args, progress)  # stop: ends this process, without an error; `run` requeues
     dist.all_reduce(sums)  # fsdp: sum over all processes
     loss_sum, tokens = sums.tolist()

@@ -21,6 +21,8 @@ import torch
 from horovod.torch import rank
 from horovod.torch import shutdown as disconnect
 
+import hangs
+
 CHECKPOINT = "checkpoint.pt"  # in --output-dir
 
 
@@ -52,6 +54,7 @@ def prepare_process(args):
     """Set what must be set before Horovod starts, and print lines immediately."""
     keep_memory()
     sys.stdout.reconfigure(line_buffering=True)
+    hangs.listen()
     restart_watchdog(args)
     launchers = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")  # each sets one of these
     if not any(name in os.environ for name in launchers):  # one process needs neither MPI nor a network
@@ -60,6 +63,8 @@ def prepare_process(args):
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "5")  # ms between checks for gradients to send; measured
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(args.timeout)
+    # Over MPI, rank 0 then names the missing ranks, after two to four times as long.
+    os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(min(60, max(1, args.timeout // 8))))
 
 
 def keep_memory():
@@ -208,12 +213,13 @@ def write_checkpoint(args, state):
 def finish(args, progress, message):
     """Wait for all processes, print the message and the memory that was used, disconnect, and end this process."""
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    used = {"host": os.uname().nodename, "core_seconds": sum(os.times()[:4]), "mb": round(memory)}
+    used = {"host": os.uname().nodename, "core_seconds": sum(os.times()[:4]), "mb": round(memory)} | hangs.waits()
     used = gather(used | {"gpu_mb": torch.cuda.max_memory_allocated() >> 20})  # waits: rank 0 may still be writing
     if rank() == 0:
         record(args, progress, "stops", {"reason": message, "used": used})
         memory, gpu = (max(process[name] for process in used) for name in ("mb", "gpu_mb"))
-        print(f"used: {memory} MB of memory" + f" and {gpu} MB of GPU memory" * (gpu > 0) + " in the largest process")
+        gpus = f" and {gpu} MB of GPU memory" * (gpu > 0)
+        print(f"used: {memory} MB of memory{gpus} in the largest process{hangs.name_slowest(used)}")
         print(message)
     disconnect()
     end(0)
@@ -233,6 +239,7 @@ def gather(value):
 def print_header(args, what, device, progress):
     """Print what this run is, which ranks are on which node and, if it is resumed, where it continues."""
     hosts = gather(os.uname().nodename)
+    hangs.watch(args, progress, rank(), hosts)
     ranks = {host: [number for number, name in enumerate(hosts) if name == host] for host in hosts}
     if rank() > 0:
         return

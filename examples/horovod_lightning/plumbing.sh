@@ -21,6 +21,7 @@ prepare() {                      # find the environment, which must have the mod
     IFS=, read -ra list <<<"${SLURM_JOB_GPUS:-}"  # SLURM before 21.08 has this list only, not the number
     export gpus="${SLURM_GPUS_ON_NODE:-${#list[@]}}"
     export SLURM_GPUS_ON_NODE="$gpus"
+    trap show_stacks USR2        # scancel --signal=USR2 --batch JOBID
     job="$SLURM_JOB_ID"
     [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"  # not the whole array
     output="${OUTPUT_DIR:-output/$job}"  # to continue job 1234: OUTPUT_DIR=output/1234 sbatch run.slurm
@@ -39,6 +40,19 @@ in_image() (                     # become the command $@, in the image if there 
     done
     exec "$(type -P apptainer || type -P singularity || echo apptainer)" "${options[@]}" "$IMAGE" "$@"
 )
+
+show_stacks() {                  # have all Python processes of the job print their stacks; SLURM 20.11 and newer
+    signalled=yes
+    srun --overlap --ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES" bash -c 'source ./plumbing.sh; ask_for_stacks' &
+}
+
+ask_for_stacks() {               # on each node: by USR2, which would end a process that does not listen to it
+    for process in /proc/[0-9]*; do
+        [[ "$(readlink "$process/exe")" == */python* ]] && grep -qzx "SLURM_JOB_ID=$SLURM_JOB_ID" "$process/environ" &&
+            caught="$(sed -n 's/^SigCgt:[[:space:]]*//p' "$process/status")" && (((16#$caught >> 11) % 2)) &&
+            kill -USR2 "${process##*/}" && sleep 0.1  # not at once: a loader's worker writes where its parent does
+    done 2>/dev/null || true
+}
 
 wait_for() {                     # leave the exit status of process $1 in $status
     signalled=yes

@@ -16,6 +16,7 @@ import warnings
 
 import torch
 
+import hangs
 import plumbing
 
 
@@ -46,6 +47,7 @@ def check_tasks(parser, args):
 
 def prepare_process(args):
     """Make this process end when its launcher does, print lines immediately, and set what Lightning reads."""
+    hangs.listen()
     plumbing.keep_memory()
     sys.stdout.reconfigure(line_buffering=True)
     if args.srun:

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch.distributed import destroy_process_group as disconnect
 from torch.distributed import get_rank as rank
 
+import hangs
+
 CHECKPOINT = "checkpoint.pt"  # in --output-dir
 
 
@@ -208,12 +210,13 @@ def write_checkpoint(args, state):
 def finish(args, progress, message):
     """Wait for all processes, print the message and the memory that was used, disconnect, and end this process."""
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    used = {"host": os.uname().nodename, "core_seconds": sum(os.times()[:4]), "mb": round(memory)}
+    used = {"host": os.uname().nodename, "core_seconds": sum(os.times()[:4]), "mb": round(memory)} | hangs.waits()
     used = gather(used | {"gpu_mb": torch.cuda.max_memory_allocated() >> 20})  # waits: rank 0 may still be writing
     if rank() == 0:
         record(args, progress, "stops", {"reason": message, "used": used})
         memory, gpu = (max(process[name] for process in used) for name in ("mb", "gpu_mb"))
-        print(f"used: {memory} MB of memory" + f" and {gpu} MB of GPU memory" * (gpu > 0) + " in the largest process")
+        gpus = f" and {gpu} MB of GPU memory" * (gpu > 0)
+        print(f"used: {memory} MB of memory{gpus} in the largest process{hangs.name_slowest(used)}")
         print(message)
     disconnect()
     end(0)
@@ -234,6 +237,7 @@ def gather(value):
 def print_header(args, what, device, progress):
     """Print what this run is, which ranks are on which node and, if it is resumed, where it continues."""
     hosts = gather(os.uname().nodename)
+    hangs.watch(args, progress, rank(), hosts)
     ranks = {host: [number for number, name in enumerate(hosts) if name == host] for host in hosts}
     if rank() > 0:
         return

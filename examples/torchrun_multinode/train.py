@@ -45,7 +45,7 @@ def parse_args():
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
     parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    parser.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="also save every STEPS steps")
+    parser.add_argument("--checkpoint-every", type=plumbing.steps_or_minutes, help="also save every 500 (steps), 10min")
     args = parser.parse_args()
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: number of processes on all nodes
     args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun: number of processes on this node
@@ -80,8 +80,8 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
     sums = progress["sums"]  # loss, samples: a checkpoint within the epoch has them, too
     for number, (images, labels) in enumerate(train_loader, 1):
         completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: of so many batches
-        vote = torch.tensor([float(plumbing.stop_requested())])
-        voting = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)  # stop: if one process has to, all do
+        vote = torch.tensor([plumbing.wish(args, progress, time.perf_counter() - start)])
+        voting = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)  # stop: the largest wish is that of all
         images = images.to(device, DTYPES[args.precision], non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         ddp_model.require_backward_grad_sync = completes_step  # accumulation: averages only then, as no_sync() does
@@ -91,7 +91,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
         (loss / args.gradient_accumulation_steps).backward()  # ddp: averages the gradients over all processes
         sums[0] += loss.detach() * len(labels)  # on the device: no step waits for it
         sums[1] += len(labels)
-        voting.wait()  # now `vote` is 1 if a process has to stop
+        voting.wait()  # now `vote` is 0 to go on, 1 to save after this step, 2 to stop then
         if not completes_step:
             continue
         if args.max_grad_norm:
@@ -101,10 +101,10 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
         optimizer.step()
         optimizer.zero_grad()
         progress["step"] += 1
-        if vote or (args.checkpoint_every and progress["step"] % args.checkpoint_every == 0):
+        if vote:
             progress["seconds"] = time.perf_counter() - start
             save_checkpoint(args, ddp_model.module, optimizer, progress)
-        if vote:
+        if vote == 2:
             plumbing.stop(args, progress)  # stop: ends this process, without an error; `run` requeues
     dist.all_reduce(sums)  # ddp: sum over all processes
     loss_sum, samples = sums.tolist()

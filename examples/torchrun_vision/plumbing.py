@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import signal
@@ -19,6 +20,8 @@ import sys
 import time
 import warnings
 import zipfile
+from argparse import ArgumentTypeError
+from datetime import timedelta
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
@@ -26,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import destroy_process_group as disconnect
 from torch.distributed import get_rank as rank
+
+import hangs
 
 CHECKPOINT = "checkpoint.pt"  # in --output-dir
 
@@ -59,6 +64,7 @@ def check_args(parser, args):
 
 def prepare_process(args):
     """Make this process end when its launcher does, print lines immediately, and set up Gloo."""
+    hangs.listen()
     keep_memory()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its launcher
     sys.stdout.reconfigure(line_buffering=True)
@@ -241,6 +247,24 @@ def stop_requested():
     return os.path.exists(os.environ.get("STOP_FILE", ""))
 
 
+def steps_or_minutes(text):
+    """Return a number of steps, as of "500", or a time, as of "10min"; argparse prints what is wrong with another."""
+    minutes = re.fullmatch(r"(\d{1,6}(\.\d{1,6})?)min", text)
+    every = timedelta(minutes=float(minutes[1])) if minutes else int(text) if re.fullmatch(r"\d{1,18}", text) else 0
+    if not every:
+        raise ArgumentTypeError(f"must be 1 or more steps, such as 500, or minutes, such as 10min, not {text!r}")
+    return every
+
+
+def wish(args, progress, seconds):
+    """Return what this process wants after this step, `seconds` into the epoch: 0 go on, 1 save, 2 save and stop."""
+    if stop_requested():
+        return 2
+    if isinstance(args.checkpoint_every, timedelta):  # since the last save, or since this process began to train
+        return int(seconds - progress["seconds"] >= args.checkpoint_every.total_seconds())
+    return int(bool(args.checkpoint_every) and (progress["step"] + 1) % args.checkpoint_every == 0)
+
+
 def stop(args, progress):
     """End this process, which was asked to stop and has saved; the file `stopped` tells run.slurm so."""
     if dist.get_rank() == 0:
@@ -252,12 +276,13 @@ def stop(args, progress):
 def finish(args, progress, message):
     """Wait for all processes, print the message and the memory that was used, disconnect, and end this process."""
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    used = {"host": os.uname().nodename, "core_seconds": sum(os.times()[:4]), "mb": round(memory)}
+    used = {"host": os.uname().nodename, "core_seconds": sum(os.times()[:4]), "mb": round(memory)} | hangs.waits()
     used = gather(used | {"gpu_mb": torch.cuda.max_memory_allocated() >> 20})  # waits: rank 0 may still be writing
     if rank() == 0:
         record(args, progress, "stops", {"reason": message, "used": used})
         memory, gpu = (max(process[name] for process in used) for name in ("mb", "gpu_mb"))
-        print(f"used: {memory} MB of memory" + f" and {gpu} MB of GPU memory" * (gpu > 0) + " in the largest process")
+        gpus = f" and {gpu} MB of GPU memory" * (gpu > 0)
+        print(f"used: {memory} MB of memory{gpus} in the largest process{hangs.name_slowest(used)}")
         print(message)
     disconnect()
     end(0)
@@ -278,6 +303,7 @@ def gather(value):
 def print_header(args, what, device, progress):
     """Print what this run is, which ranks are on which node and, if it is resumed, where it continues."""
     hosts = gather(os.uname().nodename)
+    hangs.watch(args, progress, rank(), hosts)
     ranks = {host: [number for number, name in enumerate(hosts) if name == host] for host in hosts}
     if rank() > 0:
         return

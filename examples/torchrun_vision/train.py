@@ -58,7 +58,7 @@ def parse_args():
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
     parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    parser.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="also save every STEPS steps")
+    parser.add_argument("--checkpoint-every", type=plumbing.steps_or_minutes, help="also save every 500 (steps), 10min")
     parser.add_argument("--log-to", choices=logs.NAMES, help="also write the metrics for these")
     parser.add_argument("--profile", action="store_true", help="show what 5 steps spend their time on; write a trace")
     args = parser.parse_args()
@@ -101,8 +101,8 @@ def train_one_epoch(args, ddp_model, train_loader, parts, device, progress):
     epochs, done = plumbing.position(args, progress)  # complete epochs; steps of this one, if the run was stopped in it
     for number, (images, labels) in enumerate(train_loader, done * args.gradient_accumulation_steps + 1):
         completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: of so many batches
-        vote = torch.tensor([float(plumbing.stop_requested())])
-        voting = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)  # stop: if one process has to, all do
+        vote = torch.tensor([plumbing.wish(args, progress, time.perf_counter() - start)])
+        voting = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)  # stop: the largest wish is that of all
         images = images.to(device, non_blocking=True, memory_format=torch.channels_last)  # faster convolutions
         labels = labels.to(device, non_blocking=True)
         # Dropout: new in each batch and process, and the same after a resume.
@@ -114,7 +114,7 @@ def train_one_epoch(args, ddp_model, train_loader, parts, device, progress):
         scaler.scale(loss / args.gradient_accumulation_steps).backward()  # ddp: averages the gradients of all processes
         sums[0] += loss.detach() * len(labels)  # on the device: no step waits for it
         sums[1] += len(labels)
-        voting.wait()  # now `vote` is 1 if a process has to stop
+        voting.wait()  # now `vote` is 0 to go on, 1 to save after this step, 2 to stop then
         if not completes_step:
             continue
         if args.max_grad_norm:
@@ -127,10 +127,10 @@ def train_one_epoch(args, ddp_model, train_loader, parts, device, progress):
         optimizer.zero_grad()
         classifiers.average_statistics(ddp_model)  # ddp: of BatchNorm, over all processes: else each has its own
         progress["step"] += 1
-        if vote or (args.checkpoint_every and progress["step"] % args.checkpoint_every == 0):
+        if vote:
             progress["seconds"] = time.perf_counter() - start
             save_checkpoint(args, parts, progress)
-        if vote:
+        if vote == 2:
             plumbing.stop(args, progress)  # stop: ends this process, without an error; `run` requeues
     dist.all_reduce(sums)  # ddp: sum over all processes
     loss_sum, samples = sums.tolist()

@@ -10,7 +10,9 @@ import sys
 import tokenize
 from argparse import Namespace
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, copy_example
 from harness.processes import clean_environment
 
 # The most lines of each file; of train.py, see `lines` in the table of the examples.
-LINES = {"run.slurm": 50, "plumbing.py": 340, "plumbing.sh": 120}
+LINES = {"run.slurm": 50, "plumbing.py": 370, "plumbing.sh": 140, "hangs.py": 180}
 TRAINING_BY = 100  # the line before which the function that trains begins
 LONGEST, PARAMETERS = 50, 6  # lines and parameters of a function
 
@@ -113,6 +115,28 @@ def test_learning_rate() -> None:
         assert names["learning_rate"](args, 0) == names["learning_rate"](args, 10**6) == 0.5 * factor
 
 
+def test_wish() -> None:
+    """With --checkpoint-every N a process wants to save after each Nth step, with a time when that has passed.
+
+    It is counted from the last save of the epoch, which also is where the process began: `seconds` of progress. A
+    request to stop is above both. Without the flag nothing is wanted.
+    """
+    stops: list[bool] = []
+    names: dict[str, Any] = {"timedelta": timedelta, "stop_requested": lambda: bool(stops)}
+    exec(ast.unparse(functions(text_of("torchrun_multinode", "plumbing.py"))["wish"]), names)
+
+    def wishes(every: int | timedelta | None, *moments: tuple[int, float]) -> list[int]:
+        args = Namespace(checkpoint_every=every)
+        return [names["wish"](args, {"step": step, "seconds": 100.0}, seconds) for step, seconds in moments]
+
+    in_steps, in_time = [(step, 1e6) for step in range(6)], [(0, 100.0), (1, 159.9), (2, 160.1), (3, 1e6)]
+    assert wishes(3, *in_steps) == [0, 0, 1, 0, 0, 1] and wishes(1, *in_steps) == [1] * 6
+    assert wishes(timedelta(minutes=1), *in_time) == [0, 0, 1, 1]
+    assert wishes(None, *in_steps) == [0] * 6
+    stops.append(True)
+    assert [*wishes(3, *in_steps), *wishes(timedelta(minutes=1), *in_time), *wishes(None, *in_steps)] == [2] * 16
+
+
 class WithoutPlumbing(ast.NodeTransformer):
     """Remove the import of plumbing and each call to it, whose value is None then."""
 
@@ -191,7 +215,9 @@ def test_sync_of_files(repository: Path, name: str) -> None:
 
     source.write_text(f"{source.read_text()}\n# changed\n")
     assert f"examples/horovod_lightning/{name}" in copies.differences(repository)
-    assert not any("horovod_tensorflow" in wrong for wrong in copies.differences(repository))  # which has its own
+    own = "# own: " in (repository / "examples" / "horovod_tensorflow" / name).read_text()
+    assert own == (name != "hangs.py")  # it has another framework, but hangs in the same way
+    assert any("horovod_tensorflow" in wrong for wrong in copies.differences(repository)) != own
     copies.fix(repository)
     assert path.read_text() == source.read_text() != before and copies.differences(repository) == []
 

@@ -1,0 +1,138 @@
+"""A job that hangs says which rank stands where, before its time-out and when it is asked: see docs/hangs.md."""
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness import edits, outputs
+from harness.jobs import Job, assert_completed, header, slowed, submit, two_processes
+from harness.launchers import copy_example
+from harness.processes import wait_until, workers
+from harness.runs import Reference
+from lab import Lab
+
+pytestmark = pytest.mark.slurm
+
+
+def ask_for_stacks(lab: Lab, job: Job) -> None:
+    """Have all processes of a job print their stacks, as the READMEs say."""
+    lab.run(["scancel", "--signal=USR2", "--batch", job.id], check=True)
+
+
+@pytest.mark.runs("one")
+def test_stacks_of_a_job(
+    example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]
+) -> None:
+    """Asked for their stacks, all processes on all nodes print them; the job goes on, to the same bits."""
+    folder = slowed(source, tmp_path / example, "3")
+    job = submit(lab, example, folder, options=two_processes(source))
+    job.wait_for_epoch(1)
+    ask_for_stacks(lab, job)
+    for rank, node in enumerate((1, header(source, "nodes"))):
+        pattern = rf'^\[node{node} rank {rank}\]   File ".*/{example}/train\.py", line \d+ in '
+        wait_until(lambda: re.search(pattern, job.log, re.MULTILINE), 60, pattern)  # noqa: B023
+    assert_completed(job, 5, processes=2)
+    outputs.assert_same_run(job.output, two_process_job().output)
+
+
+def stop_rank_1(job: Job) -> None:
+    """Stop the process of rank 1, after its first epoch."""
+    job.wait_for_epoch(1)
+    (pid,) = [pid for pid in workers(job.processes()) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+    os.kill(pid, signal.SIGSTOP)
+
+
+def sleep(number: str) -> str:
+    """Return lines that have rank 1 sleep when it comes there for the 20th time; they count in the object `number`."""
+    return (
+        "import time, torch\n"
+        f"{number}.times = getattr({number}, 'times', 0) + 1\n"
+        f"if torch.distributed.get_rank() == 1 and {number}.times == 20:\n"
+        "    print('planted')\n"
+        "    time.sleep(1000)\n"
+    )
+
+
+def in_forward(folder: Path) -> None:
+    """Have rank 1 sleep in the forward pass."""
+    edits.plant(folder, sleep("self"))
+
+
+def in_loader(folder: Path) -> None:
+    """Have rank 1 stop in the data loader."""
+    line = "        batch = self.images[indices]"
+    text = "".join(f"        {line}\n" for line in sleep("self").splitlines())
+    edits.edit(folder / "common" / "data.py", line, text + line)
+
+
+def out_of_loop(folder: Path) -> None:
+    """Have rank 1 leave its loop early, and wait for the others elsewhere."""
+    line = "        if vote or (args.checkpoint_every"
+    leave = (
+        '        if dist.get_rank() == 1 and progress["step"] == 20:\n            print("planted")\n            break\n'
+    )
+    edits.edit(folder / "train.py", line, leave + line)
+    line = "    dist.all_reduce(sums)  # ddp: sum over all processes\n    loss_sum, samples"
+    edits.edit(folder / "train.py", line, f"    dist.barrier()\n{line}")
+
+
+FAULTS = {  # what is planted, what then happens to the job, the line of rank 1, that on who is missing
+    "sleeps in forward": (
+        in_forward,
+        None,
+        r"common/models\.py:\d+, forward: time\.sleep\(1000\)",
+        r"missing: rank 1 on node2 \(common/models\.py:\d+, forward: .*; waiting: rank 0 in gloo:all_reduce number \d+",
+    ),
+    "stops in the data loader": (
+        in_loader,
+        None,
+        r"common/data\.py:\d+, __getitem__: time\.sleep\(1000\)",
+        r"missing: rank 1 on node2 \(common/data\.py:\d+, __getitem__: .*; waiting: rank 0 in gloo:all_reduce number",
+    ),
+    "stopped by SIGSTOP": (
+        None,
+        stop_rank_1,
+        "",
+        r"missing: rank 1 on node2 \(no answer: .*\); waiting: rank 0 in gloo:all_reduce number \d+",
+    ),
+    "left its loop early": (
+        out_of_loop,
+        None,
+        r"train\.py:\d+, train_one_epoch: dist\.barrier\(\).*; it waits in gloo:barrier number \d+",
+        r"missing: none; waiting: rank 0 in gloo:all_reduce number \d+; rank 1 in gloo:barrier number \d+",
+    ),
+}
+CELLS = [pytest.param(fault, marks=[pytest.mark.runs("weekly")] * (fault != "sleeps in forward")) for fault in FAULTS]
+
+
+@pytest.mark.only("torchrun_multinode")
+@pytest.mark.parametrize("fault", CELLS)
+def test_a_hang_names_its_rank(example: str, source: Path, lab: Lab, tmp_path: Path, fault: str) -> None:
+    """The log names rank, host and place before --timeout; asked for stacks, it has them at once."""
+    timeout = 40
+    plant, inflict, own, verdict = FAULTS[fault]
+    folder = copy_example(source, tmp_path / example)
+    if plant:
+        plant(folder)
+    job = submit(lab, example, folder, "--timeout", str(timeout), options=two_processes(source))
+    if inflict:
+        inflict(job)
+    else:
+        job.wait_for_line("planted")
+    ask_for_stacks(lab, job)
+    job.wait_for_line("[node1 rank 0]   File ", 15)
+    if own:
+        place = re.match(r"\w+(/\w+)?\\\.py", own)[0]
+        pattern = rf'^\[node2 rank 1\]   File ".*/{place}", line \d+ in '
+        wait_until(lambda: re.search(pattern, job.log, re.MULTILINE), 10, pattern)
+    job.wait_for_line("waiting: ", timeout)
+    assert "RuntimeError" not in job.log  # which ends it
+    lines = [r"^\[node1 rank 0\] no step for 3\d s \(--timeout 40\), after step \d+: train\.py:\d+, .*"]
+    lines += [r"^\[node2 rank 1\] no step for 3\d s \(--timeout 40\), after step \d+: " + own] * bool(own)
+    for pattern in [*lines, rf"^\[node1 rank 0\] {verdict}"]:
+        assert re.search(pattern, job.log, re.MULTILINE), (pattern, job.log)
+    job.cancel()
