@@ -34,8 +34,15 @@ VARIANTS = {
     "fsdp": ["--tokens 4000", "--tokens 4000 --tensor-parallel 2"],
     "torchrun_vision": ["--image-size 32 --workers 1", "--image-size 32 --workers 1 --precision bf16 --profile"],
 }
-# What reads a GPU's profile gets one that was made up: the stand-in has no kernels that a profiler could see.
+# What is executed besides. What reads a GPU's profile gets one that was made up: a profiler sees no kernel here.
 EXTRA = {
+    "lora": """
+import runpy
+import sys
+
+sys.argv = ["generate.py", "--prompt", "The river", "--max-new-tokens", "2"]
+runpy.run_path("generate.py", run_name="__main__")
+""",
     "torchrun_vision": """
 import torch
 from types import SimpleNamespace

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 pytest.register_assert_rewrite("harness")  # so that an assertion that fails there, too, shows its values
-from harness import runs  # noqa: E402
+from harness import gpus, runs  # noqa: E402
 from harness.jobs import CPUS, GPUS, NODES, cancel_left, on_this_machine_only  # noqa: E402
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, Launcher, copy_example  # noqa: E402
 from harness.reference import reference as make_reference  # noqa: E402
@@ -219,6 +219,13 @@ def no_run_left() -> Iterator[None]:
 def kept(pytestconfig: pytest.Config, session_folder: Path) -> Path:
     """The folder of the reference runs: `nox -s smoke` makes them before the tests, each once for all examples."""
     return pytestconfig.getoption("references") or session_folder
+
+
+@pytest.fixture(scope="session")
+def built(kept: Path) -> Path:
+    """The stand-in for CUDA, compiled once for all examples."""
+    with runs.locked(kept / "fake-cuda.lock"):
+        return gpus.build(kept)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,46 @@
+"""Jobs with GPUs that are none: run.slurm and SLURM give each process its own, on two nodes."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from harness import gpus
+from harness.jobs import all_nodes, assert_completed, submit, two_processes
+from harness.launchers import copy_example
+from lab import Lab
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.only("gpus"),
+    pytest.mark.skipif(bool(gpus.why_not()), reason=gpus.why_not()),
+]
+
+
+def train(
+    lab: Lab, example: str, source: Path, built: Path, tmp_path: Path, *options: str, nodes: int, each: int
+) -> None:
+    """Run an epoch in a job, and check that each process has used a GPU of its own, as SLURM has given it."""
+    folder = copy_example(source, tmp_path / example)
+    stand_in = Path(shutil.copytree(built, tmp_path / "stand-in"))  # in what the nodes share, and users can read
+    variables = gpus.environment(stand_in, folder / "record")
+    del variables["CUDA_VISIBLE_DEVICES"]  # which SLURM sets
+    variables["FAKE_CUDA_RECORD"] = "record"  # in the job's folder
+    job = submit(lab, example, folder, "--epochs", "1", options=(all_nodes(source), *options), **variables)
+    assert_completed(job, 1, processes=nodes * each)
+    assert f"{nodes * each} processes on {nodes} node" in job.log and "nccl on cuda" in job.log, job.log
+    records = [one for one in gpus.records(folder / "record") if one["calls"].get("max_memory_allocated")]
+    assert [one["own"] for one in records] == sorted(nodes * list(range(each))), records
+
+
+@pytest.mark.runs("one")
+def test_two_nodes(lab: Lab, example: str, source: Path, built: Path, tmp_path: Path) -> None:
+    """On two nodes with one GPU each, a process takes the first of its node, whatever its rank."""
+    train(lab, example, source, built, tmp_path, *two_processes(source)[1:], nodes=2, each=1)
+
+
+@pytest.mark.runs("weekly")
+def test_shipped(lab: Lab, example: str, source: Path, built: Path, tmp_path: Path) -> None:
+    """With two GPUs on each of its nodes run.slurm starts one process for each of them."""
+    nodes = 1 if example == "ddp_spawn" else 2
+    train(lab, example, source, built, tmp_path, "--gpus-per-node=2", nodes=nodes, each=2)
