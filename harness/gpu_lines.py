@@ -24,8 +24,7 @@ EXAMPLES = [name for name, row in LAUNCHERS.items() if row.gpus]
 # The arguments of the ordinary run in the stand-in: little data, and what reaches GPU lines.
 ARGUMENTS = {
     "fsdp": "--epochs 1 --tokens 4000 --precision bf16 --cpu-offload --max-grad-norm 1",
-    "torchrun_vision": "--epochs 1 --image-size 32 --batch-size 50 --precision fp16 --sync-batchnorm --max-grad-norm 1",
-    "lora": "--epochs 1 --context 16 --precision bf16",
+    "torchrun_vision": "--epochs 1 --image-size 16 --batch-size 75 --precision fp16 --sync-batchnorm --max-grad-norm 1",
 }
 USUAL = "--epochs 1 --precision bf16"
 # Other ways, each in addition to `--epochs 1`.
