@@ -61,10 +61,16 @@ def hold_epochs(folder: Path, launcher: Launcher) -> None:
 
 
 NOTE_ORDER = """
+import torch
+from torch.distributed import distributed_c10d
 from torch.utils.data import DistributedSampler
 
 class Noting(DistributedSampler):
     def __iter__(self):
+        if distributed_c10d.is_initialized():
+            gloo = distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+            with open("timeouts", "a") as file:
+                print(gloo.options._timeout.total_seconds(), file=file)
         indices = list(super().__iter__())
         with open(f"order-{self.rank}", "a") as file:
             print(int(self.drop_last), self.epoch, len(self.dataset), *indices, file=file)
@@ -73,7 +79,10 @@ class Noting(DistributedSampler):
 
 
 def note_order(folder: Path) -> None:
-    """Have a copy of an example of PyTorch write down which samples each process trains with, in each epoch."""
+    """Have a copy of an example of PyTorch write down which samples each process trains with, in each epoch.
+
+    The file `timeouts` has how many seconds a collective may take, where these are torch.distributed's.
+    """
     (folder / "noting.py").write_text(NOTE_ORDER)
     edit(folder / "train.py", " = DistributedSampler(train_set, ", " = __import__('noting').Noting(train_set, ")
 

@@ -171,7 +171,7 @@ def test_killed_and_resumed(example: str, folder: Path, reference: Reference) ->
     """SIGKILL to all processes at a random moment, and --resume: the same bits, no row twice or missing.
 
     With the launch patterns one process alone is killed before that, at another moment of the same run. All see the
-    samples in the order that the examples share: DistributedSampler's, new in each epoch.
+    samples in the order that the examples share: DistributedSampler's, new in each epoch; collectives have --timeout.
     The last run has listed its imports: torchvision, which takes seconds, is one only if the framework needs it. Nor is
     torch where another framework trains: users of that need not have it.
     """
@@ -181,6 +181,8 @@ def test_killed_and_resumed(example: str, folder: Path, reference: Reference) ->
     run = runs.kill_and_resume(example, folder, reference, kills)
     if LAUNCHERS[example].pytorch:
         samples.assert_order(folder, EPOCHS)
+        noted, horovod = folder / "timeouts", "horovod" in example
+        assert noted.exists() != horovod and (horovod or set(noted.read_text().split()) == {"300.0"})
     imports = set(re.findall(r"\| +([\w.]+)$", run.stderr, re.MULTILINE))
     assert imports & {"torch.distributed", "tensorflow.python"}, "the list of imports is missing"
     assert ("torchvision" in imports, "torch" in imports) == (

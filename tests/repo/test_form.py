@@ -4,6 +4,9 @@ import ast
 import io
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import tokenize
 from argparse import Namespace
 from collections.abc import Callable
@@ -13,6 +16,7 @@ import pytest
 
 from harness import copies, edits, runs
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, copy_example
+from harness.processes import clean_environment
 
 # The most lines of each file; of train.py, see `lines` in the table of the examples.
 LINES = {"run.slurm": 50, "plumbing.py": 300, "plumbing.sh": 120}
@@ -190,6 +194,35 @@ def test_sync_of_files(repository: Path, name: str) -> None:
     assert not any("horovod_tensorflow" in wrong for wrong in copies.differences(repository))  # which has its own
     copies.fix(repository)
     assert path.read_text() == source.read_text() != before and copies.differences(repository) == []
+
+
+SAVE = """
+import errno, os, pathlib, signal, sys
+import plumbing
+
+def save(file):
+    file.write(b"half of the new")
+    file.flush()
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+plumbing.write(pathlib.Path("checkpoint.pt"), save)
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("killed", -signal.SIGKILL), ("disk full", 2)])
+def test_save_that_does_not_end(tmp_path: Path, how: str, status: int) -> None:
+    """A process that is killed while it saves, and a full disk, leave the file as it was; all examples save alike."""
+    (tmp_path / "checkpoint.pt").write_text("the old")
+    environment = clean_environment() | {"PYTHONPATH": str(ROOT / "examples" / copies.FIRST)}
+    words = [sys.executable, "-c", SAVE, how]
+    run = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == status, run.stderr
+    assert (tmp_path / "checkpoint.pt").read_text() == "the old"
+    if how != "killed":
+        assert run.stderr.count("\n") == 1 and "cannot write checkpoint.pt" in run.stderr
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
 
 
 CHANGES: dict[str, tuple[str, str, str]] = {  # file, what is changed, and the function in which it is
