@@ -102,7 +102,8 @@ def check_gpu(device):
     if device.type == "cpu" and not in_vain:
         return
     try:
-        torch.ones(1, device="cuda").sum().item()  # a GPU that is too old is found, but there are no kernels for it
+        # A GPU that is too old is found, but there are no kernels for it.
+        torch.ones(1, device="cuda" if device.type == "cpu" else device).sum().item()
     except (RuntimeError, AssertionError) as error:
         driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader").partition("\n")[0]
         build = f"PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use the GPUs of this job"
