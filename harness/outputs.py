@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import math
+import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -78,10 +79,14 @@ def as_convnet(weights: dict[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a module by its file: those of the examples are not installed anywhere."""
+    """Import a module by its file, and what it imports from its folder: the examples are not installed anywhere."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
     return module
 
 
