@@ -102,18 +102,18 @@ def test_precision(example: str, folder: Path, precision: str) -> None:
     assert LAUNCHERS[example].has_learnt(outputs.read_metrics(run.output)[-1], tolerance=0.02)
 
 
-MODES = {
-    "fsdp": ["--tensor-parallel 2", "--cpu-offload", "--cpu-offload --tensor-parallel 2"],
-    "torchrun_vision": ["--sync-batchnorm", "--sync-batchnorm --precision fp16 --max-grad-norm 1"],
+MODES = {  # and whose they are
+    "--tensor-parallel 2": "fsdp",
+    "--cpu-offload": "fsdp",
+    "--cpu-offload --tensor-parallel 2": "fsdp",
+    "--sync-batchnorm": "torchrun_vision",
+    "--sync-batchnorm --precision fp16 --max-grad-norm 1": "torchrun_vision",
 }
 
 
-@pytest.mark.only(*MODES)
-@pytest.mark.parametrize("words", [words for modes in MODES.values() for words in modes])
+@pytest.mark.parametrize("words", [pytest.param(words, marks=pytest.mark.only(name)) for words, name in MODES.items()])
 def test_mode(example: str, folder: Path, words: str) -> None:
     """What is not in the default run learns as much as that, within a tolerance."""
-    if words not in MODES[example]:
-        pytest.skip("needs a GPU: of another example")
     if "tensor-parallel" in words and COUNT % 2:
         pytest.skip("needs a GPU: two, or another even number")
     run = train(example, folder, *words.split())
