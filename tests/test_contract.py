@@ -478,7 +478,7 @@ def test_bad_input(example: str, finished: Path) -> None:
     texts = {
         "": ["output/checkpoint", "--resume", "--output-dir"],
         "--output-dir train.py/output": ["--output-dir", "train.py/output", "another folder"],
-        "--resume --batch-size 32": ["output/checkpoint", *settings],
+        "--resume --batch-size 24": ["output/checkpoint", *settings],
         f"{same} --output-dir truncated": [
             "truncated/checkpoint",
             "damaged",

@@ -37,8 +37,8 @@ def test_accumulation_and_clipping(example: str, folder: Path, reference: Refere
 
 ASK = """
 import argparse, plumbing, torch, train
-args = argparse.Namespace(timeout=60, precision="fp32", epochs=1, gradient_accumulation_steps=1, max_grad_norm=None,
-                          logger=None, output_dir="output")
+args = argparse.Namespace(timeout=60, precision="fp32", epochs=1, batch_size=64, global_batch=None,
+                          gradient_accumulation_steps=1, max_grad_norm=None, logger=None, output_dir="output")
 plumbing.prepare_process(args)
 trainer = train.setup(args)
 strategy, rank = trainer.strategy, trainer.global_rank

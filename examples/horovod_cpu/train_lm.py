@@ -30,6 +30,7 @@ def parse_args():
     parser.add_argument("--context", type=int, default=128, help="tokens per sample")
     parser.add_argument("--epochs", type=int, default=3, help="total number, including those before a resume")
     parser.add_argument("--batch-size", type=int, default=16, help="samples per batch of each process")
+    parser.add_argument("--global-batch", type=int, metavar="N", help="samples of a step, in parts up to --batch-size")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate")
     parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the number of processes")
     parser.add_argument("--warmup-steps", type=int, default=0, help="steps in which the learning rate rises")
