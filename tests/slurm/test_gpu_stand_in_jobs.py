@@ -33,6 +33,7 @@ def train(
     assert [one["own"] for one in records] == sorted(nodes * list(range(each))), records
 
 
+@pytest.mark.only("torchrun_multinode", "lightning", "deepspeed", "torchrun_vision", "fsdp", "lora")
 @pytest.mark.runs("one")
 def test_two_nodes(lab: Lab, example: str, source: Path, built: Path, tmp_path: Path) -> None:
     """On two nodes with one GPU each, a process takes the first of its node, whatever its rank."""
@@ -44,3 +45,19 @@ def test_shipped(lab: Lab, example: str, source: Path, built: Path, tmp_path: Pa
     """With two GPUs on each of its nodes run.slurm starts one process for each of them."""
     nodes = 1 if example == "ddp_spawn" else 2
     train(lab, example, source, built, tmp_path, "--gpus-per-node=2", nodes=nodes, each=2)
+
+
+@pytest.mark.only("torchrun_multinode", "lightning")
+@pytest.mark.runs("weekly")
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param("--gpus-per-task=2", marks=pytest.mark.only("torchrun_multinode")),
+        pytest.param("--gres=gpu:2", marks=pytest.mark.only("torchrun_multinode")),
+        pytest.param("--gpus-per-task=1", marks=pytest.mark.only("lightning")),
+        pytest.param("--gpus-per-node=2 --gpu-bind=single:1", marks=pytest.mark.only("lightning")),
+    ],
+)
+def test_other_ways_to_ask(lab: Lab, example: str, source: Path, built: Path, tmp_path: Path, options: str) -> None:
+    """However GPUs are asked for, and where SLURM shows each task one alone, each process has its own."""
+    train(lab, example, source, built, tmp_path, *options.split(), nodes=2, each=2)
