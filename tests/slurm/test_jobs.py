@@ -43,7 +43,7 @@ def test_shipped_job(example: str, shipped_job: Callable[[], Reference]) -> None
     assert LAUNCHERS[example].has_learnt(outputs.read_metrics(shipped_job().output)[-1], tolerance=0.01)
 
 
-@pytest.mark.runs("patterns")
+@pytest.mark.runs("one")
 def test_two_jobs_at_once(
     example: str, shipped_job: Callable[[], Reference], two_process_job: Callable[[], Reference]
 ) -> None:
