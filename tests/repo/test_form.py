@@ -21,7 +21,7 @@ from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, copy_example
 from harness.processes import clean_environment
 
 # The most lines of each file; of train.py, see `lines` in the table of the examples.
-LINES = {"run.slurm": 50, "plumbing.py": 370, "plumbing.sh": 140, "hangs.py": 180}
+LINES = {"run.slurm": 50, "plumbing.py": 370, "plumbing.sh": 140, "requeue.sh": 80, "hangs.py": 180}
 TRAINING_BY = 100  # the line before which the function that trains begins
 LONGEST, PARAMETERS = 50, 6  # lines and parameters of a function
 
@@ -156,6 +156,7 @@ def test_without_plumbing(tmp_path: Path) -> None:
     folder = copy_example(ROOT / "examples" / "ddp_spawn", tmp_path / "plain")
     (folder / "plumbing.py").unlink()
     (folder / "plumbing.sh").unlink()
+    (folder / "requeue.sh").unlink()
     text = text_of("ddp_spawn").replace("plumbing.print_epoch(args, progress)", "print('row', row) if rank == 0 else 0")
     tree = ast.fix_missing_locations(WithoutPlumbing().visit(ast.parse(text)))
     assert "plumbing" not in "\n".join(ast.unparse(tree).splitlines()[10:])  # the docstring names it
@@ -216,7 +217,7 @@ def test_sync_of_files(repository: Path, name: str) -> None:
     source.write_text(f"{source.read_text()}\n# changed\n")
     assert f"examples/horovod_lightning/{name}" in copies.differences(repository)
     own = "# own: " in (repository / "examples" / "horovod_tensorflow" / name).read_text()
-    assert own == (name != "hangs.py")  # it has another framework, but hangs in the same way
+    assert own == (name not in ("hangs.py", "requeue.sh"))  # it has another framework, but hangs in the same way
     assert any("horovod_tensorflow" in wrong for wrong in copies.differences(repository)) != own
     copies.fix(repository)
     assert path.read_text() == source.read_text() != before and copies.differences(repository) == []
