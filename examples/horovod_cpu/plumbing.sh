@@ -27,6 +27,7 @@ prepare() {                      # find the environment, which must have the mod
     output="${OUTPUT_DIR:-output/$job}"  # to continue job 1234: OUTPUT_DIR=output/1234 sbatch run.slurm
     mkdir -p "$output"
     touch "$output/started"
+    keep_program                 # in $code
 }
 
 in_image() (                     # become the command $@, in the image if there is one
@@ -115,4 +116,4 @@ requeue_near_time_limit() {      # train.py saves after each epoch only
     requeue || true
 }
 
-source ./requeue.sh              # requeue, saved
+source ./requeue.sh              # keep_program, requeue, saved

@@ -27,6 +27,7 @@ prepare() {                      # find the environment, which must have the mod
     output="${OUTPUT_DIR:-output/$job}"  # to continue job 1234: OUTPUT_DIR=output/1234 sbatch run.slurm
     mkdir -p "$output"
     touch "$output/started"
+    keep_program                 # in $code
 }
 
 in_image() (                     # become the command $@, in the image if there is one
@@ -119,4 +120,4 @@ stop_near_time_limit() {         # have each task tell train.py
     requeue || true
 }
 
-source ./requeue.sh              # requeue, saved
+source ./requeue.sh              # keep_program, requeue, saved

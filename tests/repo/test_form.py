@@ -1,6 +1,7 @@
 """The form of the examples: short lessons, plumbing beside them, and copies that are held to be the same."""
 
 import ast
+import contextlib
 import io
 import re
 import shutil
@@ -135,6 +136,27 @@ def test_wish() -> None:
     assert wishes(None, *in_steps) == [0] * 6
     stops.append(True)
     assert [*wishes(3, *in_steps), *wishes(timedelta(minutes=1), *in_time), *wishes(None, *in_steps)] == [2] * 16
+
+
+def test_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """run.json has the commit of the program, and whether files differ from it; in a job what requeue.sh has noted."""
+    names: dict[str, Any] = {"Path": Path, "sys": sys, "subprocess": subprocess, "contextlib": contextlib}
+    exec(ast.unparse(functions(text_of("torchrun_multinode", "plumbing.py"))["commit"]), names)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
+    assert names["commit"]() is None
+    (tmp_path / "train.py").write_text("first")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for words in ("init --quiet", "add train.py", "commit --quiet --message=first"):
+        subprocess.run([*git, *words.split()], check=True, timeout=60)
+    assert re.fullmatch(r"[0-9a-f]{40}", clean := names["commit"]())
+    (tmp_path / "train.py").write_text("second")
+    assert names["commit"]() == f"{clean}-dirty"
+    for noted, found in (("noted\n", "noted"), ("", None)):
+        (tmp_path / ".commit").write_text(noted)
+        assert names["commit"]() == found
+    monkeypatch.setenv("PATH", "")
+    (tmp_path / ".commit").unlink()
+    assert names["commit"]() is None
 
 
 class WithoutPlumbing(ast.NodeTransformer):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 import venv
 from collections.abc import Iterator
@@ -158,6 +159,57 @@ def test_successor_not_needed(strict_lab: Lab, example: str, source: Path, tmp_p
     (job.output / "finish").touch()
     assert job.wait().shown["JobState"] == "COMPLETED"
     assert strict_lab.wait_for_job(successor)["JobState"] == "CANCELLED"
+
+
+def test_program_of_its_start(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """A requeued job runs what it was submitted with, though each file is edited; a new one what is there then.
+
+    Beside the copy all is found that is beside train.py, and paths are relative to the folder as ever.
+    """
+    folder = stub(source, tmp_path / example, USES_OTHERS + STUB)
+    files = [folder / name for name in ("extra.py", "settings.json", "package/__init__.py", "package/part.py")]
+    (folder / "package").mkdir()
+    (folder / "large").mkdir()
+    (folder / "large" / "file").write_text("large")
+    for file in files:
+        file.write_text("VALUE = 1" if file.suffix == ".py" else "1")
+    git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for words in ("init --quiet", "add --all", "commit --quiet --message=first"):
+        subprocess.run([*git, *words.split()], check=True, timeout=60)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, timeout=60, capture_output=True, text=True).stdout
+    (folder / "package" / "part.py").write_text("VALUE = 1  # not committed")
+    job = submit(lab, example, folder)
+    wait_for_start(folder, job.id)
+    for file in files:
+        file.write_text("VALUE = 2" if file.suffix == ".py" else "2")
+    edits.edit(folder / "train.py", "import os, sys, time", "sys.exit('the edited program')")
+    lab.requeue(job.id)
+    wait_for_start(folder, job.id, starts=2)
+    code = f"output/{job.id}/code-{job.id}"
+    (line,) = re.findall(
+        rf"^run.slurm: running {code}, as it was submitted; edited since.*:(.*)$", job.log, re.MULTILINE
+    )
+    assert {*line.split()} == {"train.py", *(str(file.relative_to(folder)) for file in files)}
+    (job.output / "finish").touch()
+    assert job.wait().shown["JobState"] == "COMPLETED", job.log
+    commit = (folder / code / ".commit").read_text()
+    assert commit in (f"{head.strip()}-dirty\n", "")  # "": git refuses a folder that another user owns
+
+    later = submit(lab, example, folder, OUTPUT_DIR=f"output/{job.id}").wait()
+    assert later.shown["JobState"] == "FAILED" and "AssertionError" in later.log, later.log
+
+
+USES_OTHERS = """
+import json
+from pathlib import Path
+
+import extra, package
+from package import part
+
+values = [extra.VALUE, package.VALUE, part.VALUE, json.loads((Path(__file__).parent / "settings.json").read_text())]
+assert values == [1] * 4, values
+assert (Path(__file__).parent / "large" / "file").read_text() == Path("large/file").read_text() == "large"
+"""
 
 
 REFUSED = {  # what is changed in run.slurm, options of sbatch, variables, what the line says
