@@ -27,6 +27,7 @@ prepare() {                      # find the environment, which must have the mod
     output="${OUTPUT_DIR:-output/$job}"  # to continue job 1234: OUTPUT_DIR=output/1234 sbatch run.slurm
     mkdir -p "$output"
     touch "$output/started"
+    keep_program                 # in $code
 }
 
 in_image() (                     # become the command $@, in the image if there is one
@@ -89,7 +90,11 @@ run() {                          # run $@, the job's step; then requeue the job 
     "$@" &
     step=$!
     wait_for "$step"
-    [[ "$status" -ne 0 || ! "$output/stopped" -nt "$output/started" ]] || requeue || status=1
+    if [[ "$status" -eq 0 && "$output/stopped" -nt "$output/started" ]]; then
+        requeue || status=1
+    elif [[ "$status" -eq 0 && "${successor:-}" ]]; then
+        scancel "$successor"     # it has finished in time after all
+    fi
     [[ "$status" -eq 0 ]] ||
         echo "run.slurm: error: the job failed, see above. Fix the cause, then: OUTPUT_DIR=$output sbatch run.slurm" >&2
     exit "$status"
@@ -115,15 +120,4 @@ stop_near_time_limit() {         # have each task tell train.py
     requeue || true
 }
 
-saved() {                        # print the checkpoint, if it was written since this job has started
-    find "$output"/checkpoint{.pt,.npz,/run.json} -newer "$output/started" 2>/dev/null || true
-}
-
-requeue() {                      # unless nothing was saved since the last restart: that would go on forever
-    if [[ "${SLURM_RESTART_COUNT:-0}" -gt 0 && -z "$(saved)" ]]; then
-        echo "run.slurm: error: no new checkpoint since the last restart: not requeued again; raise --time" >&2
-        return 1
-    fi
-    echo "run.slurm: requeueing job $job"
-    scontrol requeue "$job" || { echo "run.slurm: error: the requeue failed, see above" >&2; return 1; }
-}
+source ./requeue.sh              # keep_program, requeue, saved

@@ -3,6 +3,7 @@
 Without these calls it still trains. A function that other examples have, too, has the same text, or a comment says why.
 """
 
+import contextlib
 import ctypes
 import errno
 import faulthandler
@@ -11,6 +12,7 @@ import json
 import os
 import platform
 import resource
+import subprocess
 import sys
 import time
 import zipfile
@@ -247,7 +249,7 @@ def print_header(args, what, progress):
     ranks = {host: [number for number, name in enumerate(hosts) if name == host] for host in hosts}
     if rank() > 0:
         return
-    record(args, progress, "starts", {"ranks": ranks})
+    record(args, progress, "starts", {"ranks": ranks, "commit": commit()})
     where = f"{args.world_size} processes on {len(ranks)} node{'s' * (len(ranks) > 1)}"
     threads = f"{args.threads} thread{'s' * (args.threads > 1)} each"
     print(f"{what}: {where}, {args.backend} on cpu, {threads}, global batch {args.global_batch}")
@@ -266,6 +268,16 @@ def print_epoch(args, progress):
     losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
     speed = f"{row['samples_per_second']:5.0f} samples/s | {row['seconds']:6.2f} s"
     print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | test acc {row['test_accuracy']:7.2%} | {speed}")
+
+
+def commit():
+    """Return the git commit of this program, with "-dirty" after it where files differ from it, or None without git."""
+    folder = Path(sys.argv[0]).resolve().parent
+    if (noted := folder / ".commit").exists():  # by requeue.sh, which has made this copy
+        return noted.read_text().strip() or None
+    words = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(words, stderr=subprocess.DEVNULL, text=True, timeout=60).strip()
 
 
 def record(args, progress, what, facts):

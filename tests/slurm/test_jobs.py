@@ -160,10 +160,13 @@ def test_preempted_and_killed(
     """A preempted job starts again by itself, continues, and appends to its log. SIGKILL to a worker: the job fails.
 
     Requeued, it continues, and ends with the same bits. A launcher that starts a dead worker again needs no requeue.
+    What is edited in the folder in between is not used.
     """
     recovers = LAUNCHERS[example].job_recovers
     job = submit(lab, example, slowed(source, tmp_path / example, "2"), options=two_processes(source))
     job.wait_for_epoch(1)
+    for file in [*job.folder.glob("*.py"), *job.folder.glob("*.json"), *job.folder.glob("common/*.py")]:
+        file.write_text("raise SystemExit('the edited program')\n")
     lab.requeue(job.id)
     wait_for_progress(job, starts=2)
     assert job.shown["Restarts"] == "1"

@@ -1,16 +1,36 @@
 """What run.slurm itself promises, shown with a train.py that only waits: no torch is imported, so these are quick."""
 
+import os
 import re
+import subprocess
 import sys
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from harness import edits
-from harness.jobs import Job, array_of_three, by_torchrun, hand_over, header, stub, submit, wait_for_start
+from harness.jobs import (
+    CPUS,
+    GPUS,
+    NODES,
+    STUB,
+    Job,
+    all_nodes,
+    array_of_three,
+    by_torchrun,
+    hand_over,
+    header,
+    on_this_machine_only,
+    stub,
+    stubs,
+    submit,
+    wait_for_start,
+)
 from harness.launchers import LAUNCHERS, copy_example
-from lab import Lab
+from harness.processes import wait_until
+from lab import Lab, why_not
 
 pytestmark = pytest.mark.slurm
 
@@ -31,16 +51,165 @@ def test_help(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
 
 @pytest.mark.runs("one")
 def test_failed_requeue(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """Where SLURM refuses the requeue the log says so, and a job that has stopped for it is not COMPLETED."""
+    """Where neither a requeue nor another job may follow the log says so; a job that has stopped for it has failed."""
     folder = stub(source, tmp_path / example)
-    job = submit(lab, example, folder, options=("--no-requeue",))
+    job = submit(lab, example, folder, options=("--no-requeue",), SUCCESSORS="0")
     wait_for_start(folder, job.id)
     lab.timelimit(job.id)
     job.wait_for_line("run.slurm: error: the requeue failed, see above")
+    assert "run.slurm: error: no further job after 0, since SUCCESSORS is 0" in job.log
     if not LAUNCHERS[example].job_recovers:  # it trains for the rest of its time
         assert job.shown["JobState"] == "RUNNING"
         (job.output / "finish").touch()
     assert job.wait().shown["JobState"] == ("FAILED" if LAUNCHERS[example].job_recovers else "COMPLETED")
+
+
+@pytest.fixture(scope="module")
+def strict_lab(session_folder: Path) -> Iterator[Lab]:
+    """A lab whose site takes --requeue off each job, as a plugin of some sites does: `scontrol requeue` is refused."""
+    if reason := why_not():
+        pytest.skip(reason)
+    shared = on_this_machine_only(session_folder, Path(sys.prefix))
+    with Lab(NODES, CPUS, GPUS, name=f"strict{os.getpid()}", share=shared) as lab:
+        (lab.folder / "job_submit.lua").write_text(NEVER_REQUEUE)
+        with open(lab.folder / "slurm.conf", "a") as conf:  # not before the script is there: slurmctld would not start
+            conf.write("JobSubmitPlugins=lua\n")
+        lab.run(["scontrol", "reconfigure"], user="root", check=True)
+        yield lab
+
+
+NEVER_REQUEUE = """
+function slurm_job_submit(job, partitions, user) job.requeue = 0; return slurm.SUCCESS end
+function slurm_job_modify(job, record, partitions, user) return slurm.SUCCESS end
+return slurm.SUCCESS
+"""
+
+
+def next_job(lab: Lab, folder: Path, job: str, log: Path) -> str:
+    """Have a job come near its time limit where it cannot be requeued, and end; return the job that goes on."""
+    said = re.compile(rf"SLURM refuses to requeue job {job}: job (\d+) will continue it, in {log}\n")
+    starts = log.read_text().count("started [")
+    lab.timelimit(job)
+    wait_until(lambda: said.search(log.read_text()), 300, f"the successor of job {job}")
+    successor = said.search(log.read_text())[1]
+    if not LAUNCHERS[folder.name].job_recovers:  # it trains to the very end of its time
+        shown = lab.job(successor)
+        assert (shown["JobState"], shown["Reason"]) == ("PENDING", "Dependency"), shown
+        lab.run(["scancel", job], check=True)
+    assert lab.wait_for_job(job)["JobState"] == ("COMPLETED" if LAUNCHERS[folder.name].job_recovers else "CANCELLED")
+    wait_until(lambda: log.read_text().count("started [") == 2 * starts, 300, f"the start of job {successor}")
+    return successor
+
+
+@pytest.mark.runs("one")
+def test_successors(strict_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
+    """Where SLURM never requeues a job submits another one near its time limit, as often in a row as SUCCESSORS says.
+
+    That has the same arguments, options, log and output folder. The other task of an array is left alone.
+    """
+    folder = stub(source, tmp_path / "my project" / example)
+    options = ("--array=3-4", "--cpus-per-task=1", "--time=90", "--mem=2G", "--job-name=other", all_nodes(source))
+    words = ("--epochs", "7", "--text", "two words")
+    array = submit(strict_lab, example, folder, *words, options=options, SUCCESSORS="1").id
+    first, other = f"{array}_3", f"{array}_4"
+    log = folder / f"other-{strict_lab.wait_for_job(first, 'RUNNING')['JobId']}.out"
+    wait_until(lambda: log.exists() and log.read_text().count("started [") == stubs(folder), 300, "the start")
+    before = strict_lab.job(first)
+    second = f"{next_job(strict_lab, folder, first, log)}_3"
+    after = strict_lab.job(second)
+    same = ("TimeLimit", "NumNodes", "NodeList", "NumTasks", "CPUs/Task", "MinMemoryNode", "JobName", "ArrayTaskId")
+    assert [after[name] for name in same] == [before[name] for name in same] and after["Requeue"] == "0"
+    started = [line for line in log.read_text().splitlines() if line.startswith("started [")]
+    assert len({*started}) == 1 and "'--epochs', '7', '--text', 'two words'" in started[0], started
+    assert f"'--output-dir', 'output/{first}'" in started[0] and strict_lab.job(other)["JobState"] == "RUNNING"
+
+    strict_lab.timelimit(second)
+    line = "run.slurm: error: no further job after 1, since SUCCESSORS is 1"
+    wait_until(lambda: line in log.read_text(), 300, "the end of the chain")
+    for task in (first, other):
+        (folder / "output" / task / "finish").touch()
+    ends = [strict_lab.wait_for_job(task)["JobState"] for task in (second, other)]
+    assert ends == ["FAILED" if LAUNCHERS[example].job_recovers else "COMPLETED", "COMPLETED"], log.read_text()
+
+
+@pytest.mark.runs("one")
+def test_successor_without_progress(strict_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
+    """A chain of jobs ends when one of them has saved nothing, as requeues do."""
+    folder = stub(source, tmp_path / example, STUB.replace("touch", "exists", 1))
+    job = submit(strict_lab, example, folder)
+    wait_for_start(folder, job.id)
+    second = next_job(strict_lab, folder, job.id, log := folder / f"{example}-{job.id}.out")
+    strict_lab.timelimit(second)
+    wait_until(lambda: "no new checkpoint since the last restart" in log.read_text(), 300, "the end of the chain")
+    (job.output / "finish").touch()
+    strict_lab.wait_for_job(second)
+    assert "job 3 will continue" not in log.read_text() and not strict_lab.run(["squeue", "--noheader"]).stdout
+
+
+@pytest.mark.only(*[name for name, row in LAUNCHERS.items() if not row.job_recovers])
+@pytest.mark.runs("weekly")
+def test_successor_not_needed(strict_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
+    """A job that finishes in the last minute of its time takes the one that would have continued it back."""
+    folder = stub(source, tmp_path / example)
+    job = submit(strict_lab, example, folder)
+    wait_for_start(folder, job.id)
+    strict_lab.timelimit(job.id)
+    job.wait_for_line("will continue it")
+    successor = re.search(r"job (\d+) will continue it", job.log)[1]
+    (job.output / "finish").touch()
+    assert job.wait().shown["JobState"] == "COMPLETED"
+    assert strict_lab.wait_for_job(successor)["JobState"] == "CANCELLED"
+
+
+def test_program_of_its_start(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """A requeued job runs what it was submitted with, though each file is edited; a new one what is there then.
+
+    Beside the copy all is found that is beside train.py, and paths are relative to the folder as ever.
+    """
+    folder = stub(source, tmp_path / example, USES_OTHERS + STUB)
+    files = [folder / name for name in ("extra.py", "settings.json", "package/__init__.py", "package/part.py")]
+    (folder / "package").mkdir()
+    (folder / "large").mkdir()
+    (folder / "large" / "file").write_text("large")
+    for file in files:
+        file.write_text("VALUE = 1" if file.suffix == ".py" else "1")
+    git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for words in ("init --quiet", "add --all", "commit --quiet --message=first"):
+        subprocess.run([*git, *words.split()], check=True, timeout=60)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, timeout=60, capture_output=True, text=True).stdout
+    (folder / "package" / "part.py").write_text("VALUE = 1  # not committed")
+    job = submit(lab, example, folder)
+    wait_for_start(folder, job.id)
+    for file in files:
+        file.write_text("VALUE = 2" if file.suffix == ".py" else "2")
+    edits.edit(folder / "train.py", "import os, sys, time", "sys.exit('the edited program')")
+    lab.requeue(job.id)
+    wait_for_start(folder, job.id, starts=2)
+    code = f"output/{job.id}/code-{job.id}"
+    (line,) = re.findall(
+        rf"^run.slurm: running {code}, as it was submitted; edited since.*:(.*)$", job.log, re.MULTILINE
+    )
+    assert {*line.split()} == {"train.py", *(str(file.relative_to(folder)) for file in files)}
+    (job.output / "finish").touch()
+    assert job.wait().shown["JobState"] == "COMPLETED", job.log
+    commit = (folder / code / ".commit").read_text()
+    assert commit in (f"{head.strip()}-dirty\n", "")  # "": git refuses a folder that another user owns
+
+    later = submit(lab, example, folder, OUTPUT_DIR=f"output/{job.id}").wait()
+    assert later.shown["JobState"] == "FAILED" and "AssertionError" in later.log, later.log
+
+
+USES_OTHERS = """
+import json
+from pathlib import Path
+
+import extra, package
+from package import part
+
+values = [extra.VALUE, package.VALUE, part.VALUE, json.loads((Path(__file__).parent / "settings.json").read_text())]
+assert values == [1] * 4, values
+assert (Path(__file__).parent / "large" / "file").read_text() == Path("large/file").read_text() == "large"
+"""
 
 
 REFUSED = {  # what is changed in run.slurm, options of sbatch, variables, what the line says
