@@ -45,6 +45,9 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         ".venv/bin/pip install --no-index --find-links wheels --requirement requirements.txt": (
             "test_environments.py::test_without_internet"
         ),
+        "source .venv/bin/activate && bash install.sh wheels/horovod-0.28.1.tar.gz": (
+            "test_environments.py::test_without_internet"
+        ),
     },
     "preflight/README.md": {
         "VENV=~/project/.venv sbatch run.slurm": PREFLIGHT + "healthy",

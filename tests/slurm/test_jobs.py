@@ -210,15 +210,17 @@ def test_gloo_instead_of_mpi(
 @pytest.mark.only(*HOROVOD)
 @pytest.mark.runs("weekly")
 def test_gloo_with_four_processes(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """The shipped job with LAUNCH=gloo and with MPI: four processes on two nodes, 1e-9 apart in fp64."""
+    """Four processes with LAUNCH=gloo, on two nodes and on one, and with MPI: 1e-9 apart in fp64."""
     words = ["--precision", "fp64", "--epochs", "2"]
-    outcomes = []
-    for launch in ("gloo", "mpi"):
-        job = submit(lab, example, copy_example(source, tmp_path / launch / example), *words, LAUNCH=launch)
+    weights = []
+    for launch, nodes in (("gloo", 2), ("gloo", 1), ("mpi", 2)):
+        folder = copy_example(source, tmp_path / f"{launch}{nodes}" / example)
+        options = (f"--nodes={nodes}", f"--ntasks-per-node={4 // nodes}")
+        job = submit(lab, example, folder, *words, options=options, LAUNCH=launch)
         assert_completed(job, 2)
-        assert f"4 processes on 2 nodes, {launch} on cpu, 2 threads each" in job.log
-        outcomes.append(outputs.read_model(job.output))
-    assert outputs.largest_difference(*outcomes) < 1e-9
+        assert f"4 processes on {nodes} node{'s' * (nodes > 1)}, {launch} on cpu, 2 threads each" in job.log
+        weights.append(outputs.read_model(job.output))
+    assert max(outputs.largest_difference(weights[-1], others) for others in weights[:-1]) < 1e-9
 
 
 @pytest.mark.runs("weekly")
