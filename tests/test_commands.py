@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from harness import readme
-from harness.launchers import LAUNCHERS, ROOT, copy_example
+from harness.launchers import HOROVOD, LAUNCHERS, ROOT, copy_example
 
 NEEDS = re.compile(r"# needs (the internet|a cluster|a GPU)\b")
 LAB, HOROVOD_JOBS = "repo/test_lab.py::", "slurm/test_horovod_cpu_jobs.py::"
@@ -43,6 +43,9 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
     "docs/environments.md": {
         "python3 -m venv .venv": "test_environments.py::test_without_internet",
         ".venv/bin/pip install --no-index --find-links wheels --requirement requirements.txt": (
+            "test_environments.py::test_without_internet"
+        ),
+        "source .venv/bin/activate && bash install.sh wheels/horovod-0.28.1.tar.gz": (
             "test_environments.py::test_without_internet"
         ),
     },
@@ -116,6 +119,8 @@ def run_by(file: str) -> dict[str, str]:
     if file.startswith("examples/"):
         local = " ".join(LAUNCHERS[Path(file).parent.name].command(2))
         table |= dict.fromkeys(readme.until(ROOT / file, local), "../harness/reference.py::reference")
+        if Path(file).parent.name in HOROVOD:
+            table["LAUNCH=gloo sbatch run.slurm"] = "slurm/test_jobs.py::test_gloo_instead_of_mpi"
         if not any(command.startswith("sbatch") for command in table):
             table["sbatch run.slurm"] = "slurm/conftest.py::reference_job"
     return table

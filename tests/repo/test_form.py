@@ -311,14 +311,15 @@ def test_sync_of_functions(repository: Path, file: str, old: str, function: str)
 
 @pytest.mark.parametrize(
     ("file", "function"),
-    [("horovod_lightning/plumbing.py", "gather"), ("fsdp/shards.py", "begin")],
-    ids=["own", "shards"],
+    [("horovod_lightning/plumbing.py", "gather"), ("fsdp/shards.py", "begin"), ("horovod_cpu/gloo.sh", "own_address")],
+    ids=["own", "shards", "gloo"],
 )
 def test_sync_of_other_functions(repository: Path, file: str, function: str) -> None:
-    """Functions that are own for the same reason have the same text, too, and those of shards.py as well."""
+    """Functions that are own for the same reason have the same text, and those of shards.py and gloo.sh, too."""
     path = repository / "examples" / file
     before = path.read_text()
-    edits.edit(path, f"def {function}(", f"def {function}(changed, ")
+    start = re.search(rf"^(?:def )?{function}\(.*\n", before, re.MULTILINE)[0]
+    edits.edit(path, start, f"{start}    # changed\n")
     assert copies.differences(repository) == [f"examples/{file}: {function}"]
     copies.fix(repository)
     assert copies.differences(repository) == [] and path.read_text() == before

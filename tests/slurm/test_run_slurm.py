@@ -28,7 +28,7 @@ from harness.jobs import (
     submit,
     wait_for_start,
 )
-from harness.launchers import LAUNCHERS, copy_example
+from harness.launchers import HOROVOD, LAUNCHERS, copy_example
 from harness.processes import wait_until
 from lab import Lab, why_not
 
@@ -224,6 +224,9 @@ REFUSED = {  # what is changed in run.slurm, options of sbatch, variables, what 
     ),
     "two nodes": (("^$", ""), ("--nodes=2",), {}, ["2 tasks on 2 nodes", "--nodes=1 --ntasks-per-node=1"]),
     "two tasks": (("^$", ""), ("--ntasks-per-node=2",), {}, ["4 tasks on 2 nodes", "#SBATCH --ntasks-per-node=1"]),
+    "launcher": (("^$", ""), (), {"LAUNCH": "ssh"}, ["no LAUNCH=ssh", "mpi, the default, or gloo"]),
+    "other tasks": (("^$", ""), ("--ntasks=3",), {"LAUNCH": "gloo"}, ["equally many tasks", "--ntasks-per-node"]),
+    "no server": (("RendezvousServer", "NoServer"), (), {"LAUNCH": "gloo"}, ["rendezvous server does not start"]),
     "GPUs in all": (("^$", ""), ("--gpus=2",), {}, ["--gpus-per-node", "--gpus may differ"]),
 }
 
@@ -239,8 +242,10 @@ def test_refused(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
             continue
         if fault == "GPUs in all" and (header(source, "nodes") == 1 or not LAUNCHERS[example].gpus):
             continue
+        if "LAUNCH" in variables and example not in HOROVOD:
+            continue
         folder = stub(source, tmp_path / str(number) / example)
-        for script in (folder / "run.slurm", folder / "plumbing.sh"):
+        for script in [folder / "run.slurm", *folder.glob("*.sh")]:
             script.write_text(re.sub(old, new, script.read_text(), flags=re.MULTILINE))
         jobs[fault] = submit(lab, example, folder, options=options, **variables), texts
     for fault, (job, texts) in jobs.items():
