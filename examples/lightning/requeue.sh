@@ -52,7 +52,7 @@ succeed() {                      # where SLURM refuses that: submit a job that g
     for pair in partition:Partition account:Account qos:QOS time:TimeLimit nodes:NumNodes cpus-per-task:CPUs/Task \
         mem:MinMemoryNode mem-per-cpu:MinMemoryCPU constraint:Features reservation:Reservation licenses:Licenses \
         nodelist:ReqNodeList exclude:ExcNodeList; do  # as this job was submitted, also by options of sbatch
-        value="$(sed -n "/ ${pair#*:}=/{s|.* ${pair#*:}=\([^ ]*\).*|\1|p;q}" <<<"$shown")"
+        value="$(sed -n "\| ${pair#*:}=|{s|.* ${pair#*:}=\([^ ]*\).*|\1|p;q}" <<<"$shown")"
         [[ "$value" =~ ^(0|\(null\)|)$ ]] || options+=("--${pair%:*}=$value")
     done
     [[ -z "${SLURM_GPUS_PER_NODE:-}" ]] || options+=(--gpus-per-node="$SLURM_GPUS_PER_NODE")
