@@ -924,6 +924,22 @@ def test_sizes(verdict: ModuleType, job: SimpleNamespace) -> None:
     assert verdict.judge("sizes", [{"node": "node1", "sizes": {}}], job)[1] == "ok"
 
 
+def test_strangers_stream_nothing(preflight: ModuleType) -> None:
+    """A node takes a stream from the tasks of its job alone, and tells them how fast it was."""
+    port = preflight.listen(0, preflight.Sink(b"token").serve)
+    assert preflight.stream("127.0.0.1", "127.0.0.1", port, b"token") > 10
+    with pytest.raises(ConnectionError):  # it hangs up
+        preflight.stream("127.0.0.1", "127.0.0.1", port, b"another token")
+
+
+def test_shared_interfaces(preflight: ModuleType) -> None:
+    """Interfaces that some node lacks are left out, and those with one address on all, as of a container's bridge."""
+    nodes = [{"eth0": "10.0.0.1", "docker0": "172.17.0.1", "ib0": "10.1.0.1", "usb0": "169.254.3.1"}]
+    nodes += [{"eth0": "10.0.0.2", "docker0": "172.17.0.1", "ib0": "10.1.0.2"}]
+    hellos = [{"interfaces": {name: {"address": ip} for name, ip in node.items()}} for node in nodes]
+    assert preflight.shared_interfaces(hellos) == ["eth0", "ib0"]
+
+
 def test_memory_of_a_task(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a task may take is its share of what SLURM has given to the job on its node, and of what is free."""
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x16),1")

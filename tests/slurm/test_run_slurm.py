@@ -109,6 +109,7 @@ def test_successors(strict_lab: Lab, example: str, source: Path, tmp_path: Path)
     """
     folder = stub(source, tmp_path / "my project" / example)
     options = ("--array=3-4", "--cpus-per-task=1", "--time=90", "--mem=2G", "--job-name=other", all_nodes(source))
+    options += ("--gres=gpu:1",) * LAUNCHERS[example].gpus
     words = ("--epochs", "7", "--text", "two words")
     array = submit(strict_lab, example, folder, *words, options=options, SUCCESSORS="1").id
     first, other = f"{array}_3", f"{array}_4"
@@ -117,7 +118,8 @@ def test_successors(strict_lab: Lab, example: str, source: Path, tmp_path: Path)
     before = strict_lab.job(first)
     second = f"{next_job(strict_lab, folder, first, log)}_3"
     after = strict_lab.job(second)
-    same = ("TimeLimit", "NumNodes", "NodeList", "NumTasks", "CPUs/Task", "MinMemoryNode", "JobName", "ArrayTaskId")
+    same = ["TimeLimit", "NumNodes", "NodeList", "NumTasks", "CPUs/Task", "MinMemoryNode", "JobName", "ArrayTaskId"]
+    same += ["TresPerNode"] * LAUNCHERS[example].gpus
     assert [after[name] for name in same] == [before[name] for name in same] and after["Requeue"] == "0"
     started = [line for line in log.read_text().splitlines() if line.startswith("started [")]
     assert len({*started}) == 1 and "'--epochs', '7', '--text', 'two words'" in started[0], started
