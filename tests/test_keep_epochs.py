@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from harness import outputs, runs
 from harness.launchers import EXAMPLES, ROOT
@@ -18,6 +17,8 @@ WITH_FLAG = [name for name in EXAMPLES if '"--keep-epochs"' in (ROOT / "examples
 
 def load(path: Path) -> dict:
     """Return a checkpoint."""
+    import torch
+
     return torch.load(path, map_location="cpu", weights_only=True)
 
 

@@ -19,7 +19,7 @@ keep_program() {                 # copy the program to $code: a restart runs it 
     for path in *; do            # Python's files and packages, and settings; all else is linked, since it may be large
         if [[ "$path" =~ \.(py|json|yaml|yml|toml)$ || "$path" == common || -e "$path/__init__.py" ]]; then
             cp -rLpt "$code.part" "$path"
-        elif [[ ! "$path" =~ \.(out|log)$ && "$code" != "$path"/* ]]; then
+        elif [[ ! "$path" =~ \.(out|log)$ && "$code/" != @("$PWD/"|)"$path"/* ]]; then
             ln -s "$PWD/$path" "$code.part"
         fi || fail "cannot copy $path to $code, see above"
     done
@@ -49,11 +49,13 @@ succeed() {                      # where SLURM refuses that: submit a job that g
     shown="$(scontrol show job "$job")" || return 1
     log="$(readlink "/proc/$$/fd/1")"
     options=(--job-name="$SLURM_JOB_NAME" --output="$log")
-    for pair in partition:Partition account:Account qos:QOS time:TimeLimit nodes:NumNodes cpus-per-task:CPUs/Task \
-        mem:MinMemoryNode mem-per-cpu:MinMemoryCPU constraint:Features reservation:Reservation licenses:Licenses \
-        nodelist:ReqNodeList exclude:ExcNodeList; do  # as this job was submitted, also by options of sbatch
-        value="$(sed -n "/ ${pair#*:}=/{s|.* ${pair#*:}=\([^ ]*\).*|\1|p;q}" <<<"$shown")"
-        [[ "$value" =~ ^(0|\(null\)|)$ ]] || options+=("--${pair%:*}=$value")
+    pairs=(partition:Partition account:Account qos:QOS time:TimeLimit nodes:NumNodes cpus-per-task:CPUs/Task
+        mem:MinMemoryNode mem-per-cpu:MinMemoryCPU constraint:Features reservation:Reservation licenses:Licenses
+        nodelist:ReqNodeList exclude:ExcNodeList)  # options of sbatch, which may not stand in run.slurm
+    [[ "${SLURM_GPUS_PER_NODE:-}" ]] || pairs+=(gres:TresPerNode)  # where this has GPUs, too
+    for pair in "${pairs[@]}"; do
+        value="$(sed -n "\| ${pair#*:}=|{s|.* ${pair#*:}=\([^ ]*\).*|\1|p;q}" <<<"$shown")"
+        [[ "$value" =~ ^(0|\(null\)|)$ ]] || options+=("--${pair%:*}=${value//gres[:\/]/}")
     done
     [[ -z "${SLURM_GPUS_PER_NODE:-}" ]] || options+=(--gpus-per-node="$SLURM_GPUS_PER_NODE")
     [[ -z "${SLURM_NTASKS_PER_NODE:-}" ]] || options+=(--ntasks-per-node="$SLURM_NTASKS_PER_NODE")

@@ -94,7 +94,7 @@ def next_job(lab: Lab, folder: Path, job: str, log: Path) -> str:
     successor = said.search(log.read_text())[1]
     if not LAUNCHERS[folder.name].job_recovers:  # it trains to the very end of its time
         shown = lab.job(successor)
-        assert (shown["JobState"], shown["Reason"]) == ("PENDING", "Dependency"), shown
+        assert shown["JobState"] == "PENDING" and shown["Dependency"].startswith(f"afterany:{job}("), shown
         lab.run(["scancel", job], check=True)
     assert lab.wait_for_job(job)["JobState"] == ("COMPLETED" if LAUNCHERS[folder.name].job_recovers else "CANCELLED")
     wait_until(lambda: log.read_text().count("started [") == 2 * starts, 300, f"the start of job {successor}")
@@ -109,6 +109,7 @@ def test_successors(strict_lab: Lab, example: str, source: Path, tmp_path: Path)
     """
     folder = stub(source, tmp_path / "my project" / example)
     options = ("--array=3-4", "--cpus-per-task=1", "--time=90", "--mem=2G", "--job-name=other", all_nodes(source))
+    options += ("--gres=gpu:1",) * LAUNCHERS[example].gpus
     words = ("--epochs", "7", "--text", "two words")
     array = submit(strict_lab, example, folder, *words, options=options, SUCCESSORS="1").id
     first, other = f"{array}_3", f"{array}_4"
@@ -117,7 +118,8 @@ def test_successors(strict_lab: Lab, example: str, source: Path, tmp_path: Path)
     before = strict_lab.job(first)
     second = f"{next_job(strict_lab, folder, first, log)}_3"
     after = strict_lab.job(second)
-    same = ("TimeLimit", "NumNodes", "NodeList", "NumTasks", "CPUs/Task", "MinMemoryNode", "JobName", "ArrayTaskId")
+    same = ["TimeLimit", "NumNodes", "NodeList", "NumTasks", "CPUs/Task", "MinMemoryNode", "JobName", "ArrayTaskId"]
+    same += ["TresPerNode"] * LAUNCHERS[example].gpus
     assert [after[name] for name in same] == [before[name] for name in same] and after["Requeue"] == "0"
     started = [line for line in log.read_text().splitlines() if line.startswith("started [")]
     assert len({*started}) == 1 and "'--epochs', '7', '--text', 'two words'" in started[0], started
@@ -132,7 +134,7 @@ def test_successors(strict_lab: Lab, example: str, source: Path, tmp_path: Path)
     assert ends == ["FAILED" if LAUNCHERS[example].job_recovers else "COMPLETED", "COMPLETED"], log.read_text()
 
 
-@pytest.mark.runs("one")
+@pytest.mark.runs("weekly")
 def test_successor_without_progress(strict_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
     """A chain of jobs ends when one of them has saved nothing, as requeues do."""
     folder = stub(source, tmp_path / example, STUB.replace("touch", "exists", 1))
@@ -161,6 +163,7 @@ def test_successor_not_needed(strict_lab: Lab, example: str, source: Path, tmp_p
     assert strict_lab.wait_for_job(successor)["JobState"] == "CANCELLED"
 
 
+@pytest.mark.runs("one")
 def test_program_of_its_start(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A requeued job runs what it was submitted with, though each file is edited; a new one what is there then.
 
