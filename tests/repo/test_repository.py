@@ -54,8 +54,9 @@ def test_documents() -> None:
     assert named and all(re.search(rf"^[*-] {name}\b", sessions, re.MULTILINE) for name in named), (named, sessions)
 
 
+NARROW = ("environments", "faults", "glossary", "on-your-cluster")
 # The most lines of the pages that are read on a login node, in `less`; the pages in docs/ have no bound.
-PAGES = {"README.md": 170, "docs/environments.md": None, "docs/faults.md": None, "docs/glossary.md": None}
+PAGES = {"README.md": 170} | dict.fromkeys(f"docs/{name}.md" for name in NARROW)
 WIDTH = 120
 
 
@@ -134,14 +135,17 @@ def test_links_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         check_links(document)
 
 
+FACTS = ["header", "environment", "wheel", "network", "MPI", "local disk", "internet", "data sets"]
+
+
 def check_sites(text: str) -> None:
-    """Check that each system's sheet has the seven facts, and each that is stated a link to where it was read."""
+    """Check that each system's sheet has the eight facts, and each that is stated a link to where it was read."""
     sheets = re.findall(r"^\| fact \|.*\n\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
     assert len(sheets) >= 12
     for sheet in sheets:
         rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in sheet.splitlines()]
         names = [row[0] for row in rows]
-        assert names == ["header", "environment", "wheel", "network", "MPI", "local disk", "internet"], names
+        assert names == FACTS, names
         assert all("](" in row[2] or "][" in row[2] for row in rows if not row[1].startswith("not found")), rows
 
 
