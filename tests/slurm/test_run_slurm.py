@@ -70,7 +70,7 @@ def strict_lab(session_folder: Path) -> Iterator[Lab]:
     if reason := why_not():
         pytest.skip(reason)
     shared = on_this_machine_only(session_folder, Path(sys.prefix))
-    with Lab(NODES, CPUS, GPUS, name=f"strict{os.getpid()}", share=shared) as lab:
+    with Lab(NODES, CPUS, 2 * GPUS, name=f"strict{os.getpid()}", share=shared) as lab:
         (lab.folder / "job_submit.lua").write_text(NEVER_REQUEUE)
         with open(lab.folder / "slurm.conf", "a") as conf:  # not before the script is there: slurmctld would not start
             conf.write("JobSubmitPlugins=lua\n")
@@ -109,7 +109,7 @@ def test_successors(strict_lab: Lab, example: str, source: Path, tmp_path: Path)
     """
     folder = stub(source, tmp_path / "my project" / example)
     options = ("--array=3-4", "--cpus-per-task=1", "--time=90", "--mem=2G", "--job-name=other", all_nodes(source))
-    options += ("--gres=gpu:1",) * LAUNCHERS[example].gpus
+    options += ("--gres=gpu:2",) * LAUNCHERS[example].gpus
     words = ("--epochs", "7", "--text", "two words")
     array = submit(strict_lab, example, folder, *words, options=options, SUCCESSORS="1").id
     first, other = f"{array}_3", f"{array}_4"
