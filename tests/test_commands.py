@@ -19,7 +19,7 @@ from harness.launchers import HOROVOD, LAUNCHERS, ROOT, copy_example
 
 NEEDS = re.compile(r"# needs (the internet|a cluster|a GPU)\b")
 LAB, HOROVOD_JOBS = "repo/test_lab.py::", "slurm/test_horovod_cpu_jobs.py::"
-PREFLIGHT = "repo/test_preflight.py::test_"
+PREFLIGHT, SCALE = "repo/test_preflight.py::test_", "repo/test_scale_model.py::test_"
 PINS = "repo/test_pins.py::test_command"
 NOTEBOOKS, ADDING = "slurm/test_jupyter.py::", "repo/test_adding_an_example.py::test_added"
 APT = "sudo apt-get install --no-install-recommends slurm-wlm munge iproute2 openmpi-bin libpmix-dev"
@@ -48,6 +48,14 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         "source .venv/bin/activate && bash install.sh wheels/horovod-0.28.1.tar.gz": (
             "test_environments.py::test_without_internet"
         ),
+    },
+    "docs/scale.md": {
+        "python -m benchmarks.scale": SCALE + "page",
+        "python -m benchmarks.scale --parts 7B --nodes 1 64 1000": SCALE + "page",
+        "python -m benchmarks.scale --cluster ethernet --nodes 1 2 8 64 1000": SCALE + "page",
+        "python -m benchmarks.scale --published": SCALE + "page",
+        "torchrun --nproc-per-node=2 -m benchmarks.scale --measure here.json": SCALE + "own_figures",
+        "python -m benchmarks.scale --cluster here.json": SCALE + "own_figures",
     },
     "preflight/README.md": {
         "VENV=~/project/.venv sbatch run.slurm": PREFLIGHT + "healthy",
