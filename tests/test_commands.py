@@ -49,6 +49,12 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
             "test_environments.py::test_without_internet"
         ),
     },
+    "docs/horovod.md": {
+        "HOROVOD_TIMELINE=timeline.json "
+        "horovodrun --gloo -np 2 python train.py --epochs 1 --output-dir output/timeline": (
+            "test_horovod_switches.py::test_timeline"
+        ),
+    },
     "preflight/README.md": {
         "VENV=~/project/.venv sbatch run.slurm": PREFLIGHT + "healthy",
         "VENV=~/project/.venv sbatch run.slurm --pattern per-process": PREFLIGHT + "per_process",
