@@ -57,6 +57,12 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         "torchrun --nproc-per-node=2 -m benchmarks.scale --measure here.json": SCALE + "own_figures",
         "python -m benchmarks.scale --cluster here.json": SCALE + "own_figures",
     },
+    "docs/horovod.md": {
+        "HOROVOD_TIMELINE=timeline.json "
+        "horovodrun --gloo -np 2 python train.py --epochs 1 --output-dir output/timeline": (
+            "test_horovod_switches.py::test_timeline"
+        ),
+    },
     "preflight/README.md": {
         "VENV=~/project/.venv sbatch run.slurm": PREFLIGHT + "healthy",
         "VENV=~/project/.venv sbatch run.slurm --pattern per-process": PREFLIGHT + "per_process",
@@ -81,9 +87,8 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         "--output-file tests/constraints.txt examples/*/requirements.txt tests/requirements.txt": PINS,
     },
     "examples/deepspeed/README.md": {
-        "deepspeed --num_gpus 2 --master_port 29501 train.py --output-dir output/own": (
-            "test_deepspeed.py::test_stage_1_and_its_own_launcher"
-        ),
+        "deepspeed --num_gpus 2 --master_port 29501 train.py --deepspeed --deepspeed_config ds_config.json "
+        "--output-dir output/own": "test_deepspeed.py::test_stage_1_and_its_own_launcher",
         "sbatch run.slurm --zero-stage 3": "slurm/test_deepspeed_jobs.py::test_stage_3_on_two_nodes",
     },
     "examples/fsdp/README.md": {"python sample.py": "test_fsdp.py::test_metrics_and_sample"},

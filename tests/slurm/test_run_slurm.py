@@ -215,6 +215,18 @@ assert (Path(__file__).parent / "large" / "file").read_text() == Path("large/fil
 """
 
 
+@pytest.mark.runs("one")
+def test_other_script(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """`SCRIPT=other.py sbatch run.slurm` runs that file in the place of train.py, with the same arguments."""
+    folder = stub(source, tmp_path / example)
+    (folder / "train.py").rename(folder / "other.py")
+    job = submit(lab, example, folder, "--epochs", "7", SCRIPT="other.py")
+    wait_for_start(folder, job.id)
+    (job.output / "finish").touch()
+    assert job.wait().shown["JobState"] == "COMPLETED", job.log
+    assert "'--epochs', '7'" in job.log and "--output-dir', 'output/" in job.log, job.log
+
+
 REFUSED = {  # what is changed in run.slurm, options of sbatch, variables, what the line says
     "cores by GPU": ((r"^#SBATCH --cpus-per-task=.*\n", ""), (), {}, ["--cpus-per-task", "--cpus-per-gpu"]),
     "no environment": (("^$", ""), (), {"VENV": "no-such-folder"}, ["no-such-folder/bin/python", "set VENV"]),
