@@ -65,7 +65,7 @@ class Peer:
     @property
     def title(self) -> str:
         """The script as the table names it."""
-        return f"{self.repository}@{self.commit[:7]}: {Path(next(iter(self.files))).name}"
+        return f"{self.repository}@{self.commit[:7]}: {'/'.join(Path(next(iter(self.files))).parts[-2:])}"
 
 
 CSC = ("CSCfi/pytorch-ddp-examples", "4467e84197ea364e4b4629e96f78e19e3c3a5907")
