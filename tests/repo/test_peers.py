@@ -115,7 +115,7 @@ def test_table(github: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for line in re.findall(r"^\| some/scripts@.*$", table, re.MULTILINE):
         title, *row = [cell.strip() for cell in line.strip("|").split("|")]
         commit = peers.PEERS["good"].commit
-        assert title == f"some/scripts@{commit[:7]}: theirs.py"
+        assert title == f"some/scripts@{commit[:7]}: sub/theirs.py"
         rows.setdefault(row[-1].partition(" ")[0], []).append(row)
     speeds = [row[:1] + row[2:4] + row[5:6] for row in rows[""]]  # without memory
     assert speeds == [
