@@ -29,7 +29,7 @@ def test_kept(example: str, folder: Path) -> None:
     output, words = folder / "output", ("--epochs", "5", "--keep-epochs", "2")
     run = runs.start(example, folder, 2, *words)
     run.read_epoch(3)
-    run.kill()
+    runs.kill_all(example, run)
     runs.train(example, folder, 2, *words, "--resume")
     losses = [row["test_loss"] for row in outputs.read_metrics(output)]
     best = 1 + losses.index(min(losses))
