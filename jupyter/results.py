@@ -211,6 +211,17 @@ def comparison(runs: Sequence[Run]) -> Text:
     return _table(head, rows)
 
 
+def used(run: Run) -> Text:
+    """Return a table of what each node has used, by usage.py beside the run's train.py, or a sentence without one."""
+    if not run.example or not (run.example / "usage.py").exists() or not run.facts:
+        return Text(f"{run.name} has no run.json, or no usage.py beside its train.py.")
+    with _modules_of(run.example):
+        import usage
+
+        rows = usage.nodes(run.facts)
+    return _table(usage.HEAD, rows) if rows else Text(f"{run.name} has not ended by itself yet: see `sacct -D`.")
+
+
 def _best(run: Run) -> str:
     """Return the highest accuracy, or the lowest perplexity or test loss, with the first epoch that had it."""
     if run.quality == "test_accuracy":

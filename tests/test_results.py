@@ -6,6 +6,8 @@ import importlib
 import io
 import json
 import math
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -129,11 +131,13 @@ def test_notebook(example: str, finished: Path, tmp_path: Path) -> None:
     wrong = [output for cell in cells for output in cell.outputs if output.output_type == "error" or "name" in output]
     assert not [output for output in wrong if output.get("name") != "stdout"], wrong
     shown = [len(pictures(cell)) for cell in cells]
-    assert shown == ([0, 0, 1, 1, 0, 0, 1, 1, 0] if images else [0, 0, 1, 1, 0, 0, 0, 0]), shown
+    assert shown == ([0, 0, 1, 1, 0, 0, 0, 1, 1, 0] if images else [0, 0, 1, 1, 0, 0, 0, 0, 0]), shown
     row = outputs.read_metrics(finished / "output")[-1]
     text = texts(cells)
     assert f"| {row['test_loss']:.4f} |" in text and "`--profile`" in text and "| yes |" in text
     assert ("no image run" in text) == (not images)
+    node = rf"\| {os.uname().nodename} \| 2 \| \d:\d\d:\d\d \| \d+\.\d of \d+ \| \d+ \| 0 \| \d+ \|"
+    assert re.search(node, text), text
     if images:
         ((output,),) = [cell.outputs for cell in cells[-1:]]
         check_predictions(json.loads(output.text), row)

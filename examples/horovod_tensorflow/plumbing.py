@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import platform
-import resource
 import sys
 import time
 import zipfile
@@ -22,6 +21,7 @@ from horovod.tensorflow import rank
 from horovod.tensorflow import shutdown as disconnect
 
 import hangs
+import usage
 
 CHECKPOINT = "checkpoint.npz"  # in --output-dir
 sys.dont_write_bytecode = True  # else each run leaves dozens of files in /tmp/__pycache__: AutoGraph's modules
@@ -217,9 +217,7 @@ def write_checkpoint(args, state):
 # own: no PyTorch
 def finish(args, progress, message):
     """Wait for all processes, print the message and the memory that was used, and disconnect."""
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    used = {"host": os.uname().nodename, "core_seconds": sum(os.times()[:4]), "mb": round(memory)}
-    used = gather(used | hangs.waits())  # waits: rank 0 may still be writing
+    used = gather(usage.process() | hangs.waits())  # waits: rank 0 may still be writing
     if rank() == 0:
         record(args, progress, "stops", {"reason": message, "used": used})
         memory = max(process["mb"] for process in used)

@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from torch.distributed import destroy_process_group as disconnect
 from torch.distributed import get_rank as rank
 
 import hangs
+import usage
 
 CHECKPOINT = "checkpoint.pt"  # in --output-dir
 
@@ -257,9 +257,8 @@ def stop(args, progress):
 
 def finish(args, progress, message):
     """Wait for all processes, print the message and the memory that was used, disconnect, and end this process."""
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    used = {"host": os.uname().nodename, "core_seconds": sum(os.times()[:4]), "mb": round(memory)} | hangs.waits()
-    used = gather(used | {"gpu_mb": torch.cuda.max_memory_allocated() >> 20})  # waits: rank 0 may still be writing
+    used = usage.process() | hangs.waits() | {"gpu_mb": torch.cuda.max_memory_allocated() >> 20}
+    used = gather(used)  # waits: rank 0 may still be writing
     if rank() == 0:
         record(args, progress, "stops", {"reason": message, "used": used})
         memory, gpu = (max(process[name] for process in used) for name in ("mb", "gpu_mb"))
