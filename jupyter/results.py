@@ -213,13 +213,23 @@ def comparison(runs: Sequence[Run]) -> Text:
 
 def used(run: Run) -> Text:
     """Return a table of what each node has used, by usage.py beside the run's train.py, or a sentence without one."""
-    if not run.example or not (run.example / "usage.py").exists() or not run.facts:
-        return Text(f"{run.name} has no run.json, or no usage.py beside its train.py.")
+    with _usage_of(run) as usage:
+        if not usage or not run.facts:
+            return Text(f"{run.name} has no run.json, or no usage.py beside its train.py.")
+        rows = usage.nodes(run.facts)
+        return _table(usage.HEAD, rows) if rows else Text(f"{run.name} has not ended by itself yet: see `sacct -D`.")
+
+
+@contextlib.contextmanager
+def _usage_of(run: Run) -> Iterator[ModuleType | None]:
+    """Give the module usage.py beside the run's train.py, or None if there is none."""
+    if not run.example or not (run.example / "usage.py").exists():
+        yield None
+        return
     with _modules_of(run.example):
         import usage
 
-        rows = usage.nodes(run.facts)
-    return _table(usage.HEAD, rows) if rows else Text(f"{run.name} has not ended by itself yet: see `sacct -D`.")
+        yield usage
 
 
 def _best(run: Run) -> str:
@@ -364,6 +374,40 @@ def profile_shares(runs: Sequence[Run]) -> Figure | Text:
     axes.invert_yaxis()  # the first run at the top
     axes.set_xlim(0, 100)
     axes.set_xlabel("share of a step's time (%)")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    return _finish(figure)
+
+
+PANELS = {"busy": "busy (%)", "memory_mb": "memory (MB)", "watts": "power (W)", "mhz": "clock (MHz)"}
+
+
+def devices(run: Run) -> Figure | Text:
+    """Return a figure of what GPUs and processors did, or a sentence if run.slurm has logged nothing.
+
+    The time is in minutes since the first sample. A cross marks where a GPU was slower than it could be.
+    """
+    with _usage_of(run) as usage:
+        found = usage.samples(run.folder) if usage else {}
+        energy = sum(float(row[-1]) for row in usage.devices(run.folder)) if found else 0
+    if not found:
+        return Text(f"{run.name} has no log of GPUs or processors: its job had none that say what they do.")
+    first = min(one["time"] for those in found.values() for one in those)
+    figure, rows = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True, layout="constrained")
+    for axes, (name, title) in zip(rows.flat, PANELS.items(), strict=True):
+        for number, ((node, device), those) in enumerate(found.items()):
+            known = [one for one in those if one[name] is not None]
+            minutes, values = ([one[key] for one in known] for key in ("time", name))
+            minutes = [(time - first) / 60 for time in minutes]
+            label = f"{node} {device}" if name == "watts" else None  # the one that all of them have
+            axes.plot(minutes, values, color=f"C{number % 10}", label=label, gid=name)
+            slow = [i for i, one in enumerate(known) if one["slowed"]]
+            axes.plot([minutes[i] for i in slow], [values[i] for i in slow], "x", color="black", gid=f"{name} slowed")
+        axes.set_ylabel(title)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    for axes in rows[1]:
+        axes.set_xlabel("minutes")
+    figure.suptitle(f"{run.name}: {energy:.1f} Wh")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return _finish(figure)
 

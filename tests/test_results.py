@@ -131,7 +131,7 @@ def test_notebook(example: str, finished: Path, tmp_path: Path) -> None:
     wrong = [output for cell in cells for output in cell.outputs if output.output_type == "error" or "name" in output]
     assert not [output for output in wrong if output.get("name") != "stdout"], wrong
     shown = [len(pictures(cell)) for cell in cells]
-    assert shown == ([0, 0, 1, 1, 0, 0, 0, 1, 1, 0] if images else [0, 0, 1, 1, 0, 0, 0, 0, 0]), shown
+    assert shown == ([0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 0] if images else [0, 0, 1, 1, 0, 0, 0, 0, 0, 0]), shown
     row = outputs.read_metrics(finished / "output")[-1]
     text = texts(cells)
     assert f"| {row['test_loss']:.4f} |" in text and "`--profile`" in text and "| yes |" in text
@@ -217,6 +217,30 @@ def test_resumed_and_profiled(example: str, results: ModuleType, folder: Path, r
     assert [row.split(" | ")[1] for row in results.show(both).splitlines()[2:]] == [run.name for run in both]
     last = both[1].rows[-1]
     assert f"| 5 | 2 | {last['train_loss']:.4f} | {last['test_loss']:.4f} | accuracy 97." in results.comparison(both)
+
+
+LOG = """time,device,seconds,busy,memory_mb,watts,mhz,slowed
+1800000000.00,gpu0,0.00,90,30000,300.00,1700,
+1800000060.00,gpu0,60.00,50,30000,240.00,1500,heat
+1800000060.00,cpu0,60.00,,,120.0,,
+1800000120.00,gpu0,60.00,100,
+"""
+
+
+@pytest.mark.only("ddp_spawn")
+def test_devices(example: str, results: ModuleType, finished: Path) -> None:
+    """The curves are the samples in the log, in minutes, and the energy is that of all devices together."""
+    (run,) = results.find_runs(finished)
+    assert "has no log" in results.devices(run)
+    (finished / "output" / "usage-node1.csv").write_text(LOG)  # the last line is cut off, as by a kill
+    figure = results.devices(run)
+    assert figure.get_suptitle() == f"{run.name}: 6.0 Wh"  # a minute at 240 W and 120 W
+    expected = {"busy": [90, 50], "memory_mb": [30000, 30000], "watts": [300, 240], "mhz": [1700, 1500]}
+    for name, values in expected.items():
+        others = [120.0] if name == "watts" else []
+        assert drawn(figure, name) == [values, others] and drawn(figure, f"{name} slowed") == [values[1:], []]
+    assert [list(line.get_xdata()) for line in figure.axes[2].lines if line.get_gid() == "watts"] == [[0, 1], [1]]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["node1 gpu0", "node1 cpu0"]
 
 
 @pytest.mark.only("ddp_spawn")

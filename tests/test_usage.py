@@ -1,6 +1,7 @@
-"""usage.py, which prints what a run has used by node: from what a run has written, and from what a cluster's would."""
+"""usage.py, which prints what a run has used, by node, and logs what GPUs and processors do. These are stand-ins."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -80,3 +81,98 @@ def test_what_is_read(example: str, folder: Path) -> None:
     (folder / "data").write_bytes(bytes(DATA << 20))
     before, after = map(int, runs.Run(["python", "-c", READ], folder).wait().stdout.split())
     assert before == 0 and DATA <= after <= DATA + 2
+
+
+NVIDIA = """#!/bin/sh
+case "$*" in *{unknown}*) echo 'Field is not a valid field to query.'; exit 2 ;; esac
+[ "$1" = --id=1,3 ] || exit 6
+echo '1, 90, 30000, 300.00, 1700, 0x0000000000000004'
+echo '3, [N/A], 40000, [N/A], 1500, 0x0000000000000001'
+"""
+AMD = """#!/bin/sh
+echo 'device,sclk clock speed:,sclk clock level:,Current Socket Graphics Package Power (W),GPU use (%),\
+VRAM Total Memory (B),VRAM Total Used Memory (B)'
+echo 'card0,(1700Mhz),1,250.0,80,68702699520,1073741824'
+echo 'card1,(800Mhz),0,N/A,0,68702699520,0'
+"""
+LOG = """
+import pathlib, sys, types
+import usage
+usage.POWERCAP = pathlib.Path("powercap")
+turns = iter(sys.argv[1].split(","))
+def sleep(_):  # in the place of ten seconds; what the counters say next
+    for number, value in enumerate(next(turns, "").split("+")):
+        if not value:
+            sys.exit()
+        (usage.POWERCAP / f"intel-rapl:{number}" / "energy_uj").write_text(value)
+    clock[0] += 10
+clock = [1.8e9]
+usage.time = types.SimpleNamespace(sleep=sleep, time=lambda: clock[0])
+usage.log(pathlib.Path("output"), 10)
+"""
+
+
+def logged(folder: Path, programs: dict[str, str], turns: str, **variables: str) -> list[str]:
+    """Return the lines of usage-NODE.csv after a log of a machine that has these programs; none without the file."""
+    path = folder / "bin"
+    path.mkdir()
+    for name, text in programs.items():
+        (path / name).write_text(text)
+        (path / name).chmod(0o755)
+    (folder / "output").mkdir(exist_ok=True)
+    variables["PATH"] = f"{path}:{os.environ['PATH']}"
+    run = runs.Run(["python", "-c", LOG, turns], folder, variables).wait()
+    assert run.status == 0, run.stderr
+    files = [*(folder / "output").glob("usage-*")]
+    return files[0].read_text().splitlines() if files else []
+
+
+def zone(folder: Path, name: str, kind: str, energy: int) -> None:
+    """Make a counter as the kernel's, which begins again after 262 J."""
+    place = folder / "powercap" / name
+    place.mkdir(parents=True)
+    for file, text in {"name": kind, "energy_uj": energy, "max_energy_range_uj": 262_000_000 - 1}.items():
+        (place / file).write_text(f"{text}\n")
+
+
+@pytest.mark.parametrize("unknown", ["event_reasons", "nothing"])  # to a driver before 535, and to newer ones
+def test_log_of_nvidia_and_processors(example: str, folder: Path, unknown: str) -> None:
+    """Samples of the job's GPUs and of both processors, whose counters begin again; the table has means and energy."""
+    zone(folder, "intel-rapl:0", "package-0", 100_000_000)
+    zone(folder, "intel-rapl:1", "package-1", 0)
+    zone(folder, "intel-rapl:0:0", "dram", 0)
+    gpus = {"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "1,3"}
+    turns = "200000000+50000000,38000000+100000000"  # 10 J/s, then again over the end; 5 J/s
+    head, *lines = logged(folder, {"nvidia-smi": NVIDIA.format(unknown=unknown)}, turns, **gpus)
+    assert head == "time,device,seconds,busy,memory_mb,watts,mhz,slowed" and len(lines) == 2 + 4 + 4
+    assert lines[2:6] == [
+        "1800000010.00,gpu1,10.00,90,30000,300.00,1700,power",
+        "1800000010.00,gpu3,10.00,,40000,,1500,",
+        "1800000010.00,cpu0,10.00,,,10.0,,",
+        "1800000010.00,cpu1,10.00,,,5.0,,",
+    ]
+    (folder / "output" / "run.json").write_text('{"starts": [], "stops": []}')
+    blank, head, *rows, energy = printed(folder, "output")
+    assert [re.split("  +", row)[1:] for row in rows] == [
+        ["gpu1", "90", "30000", "300", "1700", "100% power", "1.67"],  # 300 W for 20 s
+        ["gpu3", "40000", "1500", "0%", "0.00"],
+        ["cpu0", "10", "0%", "0.06"],
+        ["cpu1", "5", "0%", "0.03"],
+    ]
+    assert energy == "energy: 1.7 Wh of GPUs and 0.1 Wh of CPUs" and not blank and head.startswith("node")
+
+
+def test_log_of_amd(example: str, folder: Path) -> None:
+    """The columns of rocm-smi are found by their names; a processor that tells nobody its energy has no line."""
+    zone(folder, "intel-rapl:0", "package-0", 0)
+    (folder / "powercap" / "intel-rapl:0" / "energy_uj").unlink()
+    _, *lines = logged(folder, {"nvidia-smi": "#!/bin/sh\nexit 9\n", "rocm-smi": AMD}, "", SLURM_GPUS_ON_NODE="2")
+    rows = [line.split(",", 1)[1] for line in lines]
+    assert rows == ["gpu0,0.00,80,1024,250.0,1700,", "gpu1,0.00,0,0,,800,"]
+
+
+def test_nothing_to_log(example: str, folder: Path) -> None:
+    """A job without GPUs on such a node, and one whose GPUs do not answer, leave no file, and the log ends."""
+    assert logged(folder, {"nvidia-smi": NVIDIA.format(unknown="nothing")}, "1", CUDA_VISIBLE_DEVICES="1,3") == []
+    shutil.rmtree(folder / "bin")
+    assert logged(folder, {"nvidia-smi": "#!/bin/sh\nexit 9\n"}, "1", SLURM_GPUS_ON_NODE="2") == []

@@ -24,7 +24,7 @@ prepare() {                      # find the environment, which must have the mod
     trap show_stacks USR2        # scancel --signal=USR2 --batch JOBID
     job="$SLURM_JOB_ID"
     [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"  # not the whole array
-    output="${OUTPUT_DIR:-output/$job}"  # to continue job 1234: OUTPUT_DIR=output/1234 sbatch run.slurm
+    export output="${OUTPUT_DIR:-output/$job}"  # to continue job 1234: OUTPUT_DIR=output/1234 sbatch run.slurm
     mkdir -p "$output"
     touch "$output/started"
 }
@@ -46,11 +46,9 @@ one_task_on_one_node() {         # refuse other numbers
         fail "${SLURM_NTASKS:-1} tasks on $SLURM_JOB_NUM_NODES nodes: spawn needs --nodes=1 --ntasks-per-node=1"
 }
 
-log_gpus() {                     # where there are GPUs, note their use every 10 s
-    command -v nvidia-smi >/dev/null || return 0
-    nvidia-smi --query-gpu=timestamp,index,utilization.gpu,memory.used --format=csv --loop=10 \
-        >>"gpu-$SLURM_JOB_ID.log" &
-    trap 'kill %nvidia-smi' EXIT
+log_usage() {                    # what the node's GPUs and processors do, each 10 s, until the job ends; 0: no log
+    [[ "${LOG_EVERY:-10}" != 0 && "${SLURM_LOCALID:-0}" -eq 0 ]] || return 0
+    (trap "" USR1 USR2 TERM; in_image python usage.py --log "$output" "${LOG_EVERY:-10}") </dev/null &>/dev/null &
 }
 
 show_stacks() {                  # have all Python processes of the job print their stacks; SLURM 20.11 and newer

@@ -24,7 +24,7 @@ prepare() {                      # find the environment, which must have the mod
     trap show_stacks USR2        # scancel --signal=USR2 --batch JOBID
     job="$SLURM_JOB_ID"
     [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"  # not the whole array
-    output="${OUTPUT_DIR:-output/$job}"  # to continue job 1234: OUTPUT_DIR=output/1234 sbatch run.slurm
+    export output="${OUTPUT_DIR:-output/$job}"  # to continue job 1234: OUTPUT_DIR=output/1234 sbatch run.slurm
     mkdir -p "$output"
     touch "$output/started"
 }
@@ -62,6 +62,11 @@ meet_at_this_node() {            # by its address on the way to the second: its 
 choose_interface() {             # Gloo would look its host's name up, which may fail
     address="$(own_address "$MASTER_ADDR")"
     export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$(ip -4 -o address show to "$address" | awk '{ print $2 }')}"
+}
+
+log_usage() {                    # what the node's GPUs and processors do, each 10 s, until the job ends; 0: no log
+    [[ "${LOG_EVERY:-10}" != 0 && "${SLURM_LOCALID:-0}" -eq 0 ]] || return 0
+    (trap "" USR1 USR2 TERM; in_image python usage.py --log "$output" "${LOG_EVERY:-10}") </dev/null &>/dev/null &
 }
 
 show_stacks() {                  # have all Python processes of the job print their stacks; SLURM 20.11 and newer

@@ -24,7 +24,7 @@ prepare() {                      # find the environment, which must have the mod
     trap show_stacks USR2        # scancel --signal=USR2 --batch JOBID
     job="$SLURM_JOB_ID"
     [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"  # not the whole array
-    output="${OUTPUT_DIR:-output/$job}"  # to continue job 1234: OUTPUT_DIR=output/1234 sbatch run.slurm
+    export output="${OUTPUT_DIR:-output/$job}"  # to continue job 1234: OUTPUT_DIR=output/1234 sbatch run.slurm
     mkdir -p "$output"
     touch "$output/started"
 }
@@ -40,6 +40,11 @@ in_image() (                     # become the command $@, in the image if there 
     done
     exec "$(type -P apptainer || type -P singularity || echo apptainer)" "${options[@]}" "$IMAGE" "$@"
 )
+
+log_usage() {                    # what the node's GPUs and processors do, each 10 s, until the job ends; 0: no log
+    [[ "${LOG_EVERY:-10}" != 0 && "${SLURM_LOCALID:-0}" -eq 0 ]] || return 0
+    (trap "" USR1 USR2 TERM; in_image python usage.py --log "$output" "${LOG_EVERY:-10}") </dev/null &>/dev/null &
+}
 
 show_stacks() {                  # have all Python processes of the job print their stacks; SLURM 20.11 and newer
     signalled=yes

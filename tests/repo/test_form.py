@@ -21,7 +21,7 @@ from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, copy_example
 from harness.processes import clean_environment
 
 # The most lines of each file; of train.py, see `lines` in the table of the examples.
-LINES = {"run.slurm": 50, "plumbing.py": 370, "plumbing.sh": 140, "hangs.py": 180, "usage.py": 180}
+LINES = {"run.slurm": 50, "plumbing.py": 370, "plumbing.sh": 140, "hangs.py": 180, "usage.py": 220}
 TRAINING_BY = 100  # the line before which the function that trains begins
 LONGEST, PARAMETERS = 50, 6  # lines and parameters of a function
 

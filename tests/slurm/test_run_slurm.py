@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from harness import edits
-from harness.jobs import Job, array_of_three, by_torchrun, hand_over, header, stub, submit, wait_for_start
+from harness.jobs import Job, all_nodes, array_of_three, by_torchrun, hand_over, header, stub, submit, wait_for_start
 from harness.launchers import LAUNCHERS, copy_example
+from harness.processes import wait_until
 from lab import Lab
 
 pytestmark = pytest.mark.slurm
@@ -41,6 +42,64 @@ def test_failed_requeue(example: str, source: Path, lab: Lab, tmp_path: Path) ->
         assert job.shown["JobState"] == "RUNNING"
         (job.output / "finish").touch()
     assert job.wait().shown["JobState"] == ("FAILED" if LAUNCHERS[example].job_recovers else "COMPLETED")
+
+
+SMI = {
+    "nvidia-smi": """#!/bin/sh
+for id in $(echo "${1#--id=}" | tr , ' '); do echo "$id, 90, 30000, 300.00, 1700, 0x0000000000000004"; done
+""",
+    "rocm-smi": """#!/bin/sh
+echo 'device,GPU use (%),VRAM Total Memory (B),VRAM Total Used Memory (B),Average Graphics Package Power (W)'
+echo 'card0,80,68702699520,1073741824,250.0'
+echo 'card1,70,68702699520,1073741824,200.0'
+""",
+}
+
+
+def wait_for_samples(paths: list[Path]) -> None:
+    """Wait until each of these logs has had three more samples of a GPU."""
+
+    def rows(path: Path) -> int:
+        return path.read_text().count("\n") if path.exists() else 0
+
+    before = [rows(path) for path in paths]
+    wait_until(lambda: all(rows(path) > old + 6 for path, old in zip(paths, before, strict=True)), 60, f"{paths}")
+
+
+@pytest.mark.runs("one")
+@pytest.mark.only("gpus")
+def test_log_of_gpus(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """On each node the GPUs of a job are logged until it ends or is cancelled; LOG_EVERY=0 switches that off.
+
+    `nvidia-smi` and `rocm-smi` are stand-ins. No process is left: see Job.wait().
+    """
+    folder = stub(source, tmp_path / example)
+    edits.edit(folder / "run.slurm", "\nprepare ", '\nexport PATH="$PWD/bin/$MAKER:$PATH"\nprepare ')
+    for name, text in SMI.items():
+        (folder / "bin" / name).mkdir(parents=True)
+        (folder / "bin" / name / name).write_text(text)
+        (folder / "bin" / name / name).chmod(0o755)
+    options, logs = (all_nodes(source), "--gpus-per-node=1", "--cpus-per-task=1"), {}
+    jobs = {name: submit(lab, example, folder, options=options, LOG_EVERY="0.2", MAKER=name) for name in SMI}
+    for name, job in jobs.items():
+        job.wait_for_line("started [")
+        logs[name] = [job.output / f"usage-node{number}.csv" for number in range(1, header(folder, "nodes") + 1)]
+        wait_for_samples(logs[name])
+    ends, cancelled = jobs.values()
+    cancelled.cancel()
+    wait_for_samples(logs["nvidia-smi"])  # it goes on
+    (ends.output / "finish").touch()
+    assert ends.wait().shown["JobState"] == "COMPLETED" and cancelled.shown["JobState"] == "CANCELLED", ends.log
+    devices = {
+        name: [{line.split(",")[1] for line in path.read_text().splitlines()[1:]} for path in paths]
+        for name, paths in logs.items()
+    }
+    assert all(found in ({"gpu0"}, {"gpu1"}) for found in devices["nvidia-smi"]), "only the GPU that the job has"
+    assert all(found == {"gpu0", "gpu1"} for found in devices["rocm-smi"]), "all of the node"
+    off = submit(lab, example, folder, options=options, LOG_EVERY="0", MAKER="nvidia-smi")
+    off.wait_for_line("started [")
+    (off.output / "finish").touch()
+    assert off.wait().shown["JobState"] == "COMPLETED" and not [*off.output.glob("usage-*")], off.log
 
 
 REFUSED = {  # what is changed in run.slurm, options of sbatch, variables, what the line says
