@@ -156,7 +156,7 @@ def samples(folder):
     for path in sorted(folder.glob("usage-*.csv")):
         with open(path, newline="") as file:
             for row in csv.DictReader(file):
-                if None not in row.values():  # else it was being written when the job was killed
+                if None not in row and None not in row.values():  # else it was cut off: killed, or a full disk
                     numbers = {name: float(row[name]) if row[name] else None for name in SAMPLE[2:-1]}
                     one = numbers | {"time": float(row["time"]), "slowed": row["slowed"]}
                     found.setdefault((path.stem.partition("-")[2], row["device"]), []).append(one)
