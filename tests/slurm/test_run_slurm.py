@@ -79,7 +79,8 @@ def test_log_of_gpus(example: str, source: Path, lab: Lab, tmp_path: Path) -> No
         (folder / "bin" / name).mkdir(parents=True)
         (folder / "bin" / name / name).write_text(text)
         (folder / "bin" / name / name).chmod(0o755)
-    options, logs = (all_nodes(source), "--gpus-per-node=1", "--cpus-per-task=1"), {}
+    options = (all_nodes(source), "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
+    logs: dict[str, list[Path]] = {}
     jobs = {name: submit(lab, example, folder, options=options, LOG_EVERY="0.2", MAKER=name) for name in SMI}
     for name, job in jobs.items():
         job.wait_for_line("started [")
