@@ -6,6 +6,7 @@
 
 import functools
 import importlib.util
+import os
 import re
 import runpy
 import shutil
@@ -187,6 +188,19 @@ def measure(session: nox.Session, *arguments: str) -> None:
     session.run("python", "-m", *arguments)
 
 
+def own_environment(session: nox.Session, example: str) -> Path:
+    """Make an environment, once, for an example that cannot share one with the others; return its folder."""
+    folder = Path(session.virtualenv.location).resolve().with_name(f"bench-{example}")
+    source = ROOT / "examples" / example
+    if not (folder / "made").exists():
+        session.run("python", "-m", "venv", "--clear", str(folder))
+        path = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "VIRTUAL_ENV": str(folder)}
+        session.run(f"{folder}/bin/pip", "install", "-q", "-r", f"{source}/requirements.txt", env=path, external=True)
+        session.run("bash", f"{source}/install.sh", env=path, external=True)
+        (folder / "made").touch()
+    return folder
+
+
 @nox.session
 def compare(session: nox.Session) -> None:
     """Train with every example and compare weights, losses and costs: results/local.* (`-- --slurm`: job.*)."""
@@ -198,8 +212,13 @@ def compare(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure every example against a bare loop, on an idle machine (`-- --peers`: against public scripts)."""
     arguments = [word for word in session.posargs if word != "--peers"]
-    module = ["benchmarks.peers"] if "--peers" in session.posargs else ["benchmarks.measure", "throughput"]
-    measure(session, *module, *arguments)
+    if "--peers" not in session.posargs:
+        measure(session, "benchmarks.measure", "throughput", *arguments)
+        return
+    session.install("-r", "benchmarks/requirements-peers.txt")
+    alone = [name for name in EXAMPLES if not ours("harness.copies").uses_torch(ROOT / "examples" / name)]
+    venvs = [f"--venv={name}={own_environment(session, name)}" for name in alone]
+    measure(session, "benchmarks.peers", *venvs, *arguments)
 
 
 @nox.session(python=False)

@@ -27,9 +27,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one run was: a row of throughput.csv, scaling.csv or peers.csv."""
+    """How fast one run was: a row of throughput.csv or scaling.csv."""
 
-    name: str  # an example, "bare", "classic", or a public script
+    name: str  # an example, "bare" or "classic"
     scaling: str  # "weak" or "strong"; only in scaling.csv
     nodes: int
     processes: int  # of all nodes
@@ -37,6 +37,18 @@ class Speed:
     precision: str
     round: int
     samples_per_second: float  # of all processes
+
+
+@dataclass(frozen=True)
+class PeerRun:
+    """How fast one run of a public script, or of an example beside it, was: a row of peers.csv."""
+
+    name: str
+    precision: str
+    round: int
+    unit: str  # "images" or "tokens"
+    per_second: float  # of all processes
+    peak_mb: float  # of the largest process
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,7 @@ class Phase:
     samples_per_second: float  # of all processes
 
 
-def write_csv(rows: Sequence[Run | Speed | Phase], path: Path) -> None:
+def write_csv(rows: Sequence[Run | Speed | PeerRun | Phase], path: Path) -> None:
     """Write rows to a CSV file, with the names of their fields in its first line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:

@@ -4,7 +4,7 @@ An example is copied as one folder, so it carries its own copy of what it needs.
 one. A file of FILES is the same in all examples that have it, unless a line of it begins with `# own: ` and says why
 this example needs another. A function of plumbing.py or plumbing.sh has the same text in all examples that have a
 function of its name, unless a comment right above it begins so: then it has that of the other functions of this name
-with the same reason. Functions of shards.py count as those of plumbing.py.
+with the same reason. Functions of shards.py count as those of plumbing.py, and those of gloo.sh as plumbing.sh's.
 """
 
 import ast
@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 FIRST = "torchrun_multinode"  # whose text is the source, where it has the file or the function
-FILES = ("hangs.py", "usage.py", "own_data.py", "own_model.py", "install.sh")
+FILES = ("hangs.py", "requeue.sh", "own_data.py", "own_model.py", "install.sh")
 SHELL = re.compile(r"((?:^#.*\n)*)^(\w+)\(\) (?:\{ *(?:#.*)?\n(?:.*\n)*?\}|\( *(?:#.*)?\n(?:.*\n)*?\))$", re.MULTILINE)
 
 
@@ -71,8 +71,8 @@ def different_files(root: Path) -> list[tuple[Path, Path]]:
 def places(root: Path) -> list[list[Path]]:
     """Return the files between which functions are shared: those in Python, and those in bash; the source is first."""
     found = []
-    shards = sorted(root.glob("examples/*/shards.py"))
-    for name, others in (("plumbing.py", shards), ("plumbing.sh", [root / "jupyter" / "run.slurm"])):
+    shards, gloo = (sorted(root.glob(f"examples/*/{name}")) for name in ("shards.py", "gloo.sh"))
+    for name, others in (("plumbing.py", shards), ("plumbing.sh", [*gloo, root / "jupyter" / "run.slurm"])):
         found.append([*in_examples(root, name), *(path for path in others if path.exists())])
     return found
 

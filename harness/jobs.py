@@ -256,16 +256,19 @@ def by_torchrun(folder: Path) -> bool:
     return "torch.distributed.run" in (folder / "run.slurm").read_text()
 
 
+def stubs(folder: Path) -> int:
+    """Return how many processes of a job say that they run, with the stub and the header's numbers."""
+    return header(folder, "ntasks-per-node") * header(folder, "nodes") * (2 if by_torchrun(folder) else 1)
+
+
 def wait_for_start(folder: Path, name: str, starts: int = 1) -> None:
     """Wait until the stub has said so many times that it runs, in the log of the job `name`."""
-    tasks = header(folder, "ntasks-per-node") * header(folder, "nodes")
-    processes = tasks * (2 if by_torchrun(folder) else 1)
     log = folder / f"{folder.name}-{name}.out"
 
     def started() -> bool:
         text = log.read_text() if log.exists() else ""
         assert "error: the job failed" not in text, text
-        return text.count("started [") >= starts * processes
+        return text.count("started [") >= starts * stubs(folder)
 
     wait_until(started, 300, f"start {starts} in {log}")
 

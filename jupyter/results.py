@@ -3,9 +3,9 @@
 A run is a folder with metrics.csv: its figures, epoch by epoch. run.json beside it has what the run was: its settings,
 starts and stops, and the profile if there is one. Without it, only what metrics.csv says is shown.
 
-Only NumPy and matplotlib are imported here. What needs the model imports PyTorch or Keras when it is called, because
-the environment of each example has its own packages only. It also imports the Python files that lie beside the run's
-train.py, wherever below FOLDER that is: only for runs that you trust.
+Only NumPy, matplotlib and usage.py are imported here. What needs the model imports PyTorch or Keras when it is called,
+because the environment of each example has its own packages only. It also imports the Python files that lie beside the
+run's train.py, wherever below FOLDER that is: only for runs that you trust.
 """
 
 import contextlib
@@ -31,6 +31,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
+
+import usage
 
 COLUMNS = ("epoch", "train_loss", "test_loss", "seconds", "world_size")  # what every example's metrics.csv has
 # The third kind of column differs, and says what was learnt. By its name: the title of its axis, and a factor.
@@ -212,24 +214,11 @@ def comparison(runs: Sequence[Run]) -> Text:
 
 
 def used(run: Run) -> Text:
-    """Return a table of what each node has used, by usage.py beside the run's train.py, or a sentence without one."""
-    with _usage_of(run) as usage:
-        if not usage or not run.facts:
-            return Text(f"{run.name} has no run.json, or no usage.py beside its train.py.")
-        rows = usage.nodes(run.facts)
-        return _table(usage.HEAD, rows) if rows else Text(f"{run.name} has not ended by itself yet: see `sacct -D`.")
-
-
-@contextlib.contextmanager
-def _usage_of(run: Run) -> Iterator[ModuleType | None]:
-    """Give the module usage.py beside the run's train.py, or None if there is none."""
-    if not run.example or not (run.example / "usage.py").exists():
-        yield None
-        return
-    with _modules_of(run.example):
-        import usage
-
-        yield usage
+    """Return a table of what each node has used, or a sentence if that is not known."""
+    if not run.facts:
+        return Text(f"{run.name} has no run.json.")
+    rows = usage.nodes(run.facts)
+    return _table(usage.HEAD, rows) if rows else Text(f"{run.name} has not ended by itself yet: see `sacct -D`.")
 
 
 def _best(run: Run) -> str:
@@ -386,9 +375,7 @@ def devices(run: Run) -> Figure | Text:
 
     The time is in minutes since the first sample. A cross marks where a GPU was slower than it could be.
     """
-    with _usage_of(run) as usage:
-        found = usage.samples(run.folder) if usage else {}
-        energy = sum(float(row[-1]) for row in usage.devices(run.folder)) if found else 0
+    found, energy = usage.samples(run.folder), sum(float(row[-1]) for row in usage.devices(run.folder))
     if not found:
         return Text(f"{run.name} has no log of GPUs or processors: its job had none that say what they do.")
     first = min(one["time"] for those in found.values() for one in those)

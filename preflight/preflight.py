@@ -2,7 +2,7 @@
 
 On SLURM:  sbatch run.slurm [--pattern per-process]
 
-Every task collects facts and posts them to task 0 in four rounds, over TCP. Nothing waits forever, and a task that
+Every task collects facts and posts them to task 0 in five rounds, over TCP. Nothing waits forever, and a task that
 is lost, or late for a round, is not waited for again. Then task 0 has the facts judged: see verdict.py. Anybody on the
 cluster can connect to these ports, so each message is signed with a secret that run.slurm has made for this job.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations  # a node with an older Python shall be named
 
 import argparse
 import contextlib
+import fcntl
 import hmac
 import json
 import multiprocessing
@@ -20,6 +21,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -30,10 +32,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO, NamedTuple
 
-ROUNDS = {"hello": 30, "peers": 25, "torch": 120, "reduce": 75}  # seconds that task 0 waits for the others
+# Seconds that task 0 waits for the others:
+ROUNDS = {"hello": 30, "peers": 25, "torch": 120, "reduce": 75, "network": 110}
 IMPORT_SECONDS, REDUCE_SECONDS = 110, 20  # torch is slow to load the first time; an all-reduce takes milliseconds
 SHARED_SECONDS = 10  # for a file to show up on the other nodes
 MEGABYTES = 8  # of the all-reduced tensor
+SIZES = [2**power for power in range(10, 31, 2)]  # bytes that are all-reduced to see how speed goes by size
+SIZES_SECONDS = 12  # for all of them, with each backend: no size is begun that would take longer
+STREAM_SECONDS, STREAMS_SECONDS = 0.3, 20  # how long one node sends to another, and to all others
+MOST_PEERS, MOST_INTERFACES = 16, 4  # to which a node sends: with many nodes to the next ones
 LONGEST = 2**24  # bytes of a message: enough for some 10,000 tasks, and a stranger cannot fill the memory
 VARIABLES = ["CPUS_PER_TASK", "GPUS_PER_TASK", "TRES_PER_TASK", "STEP_TASKS_PER_NODE"]
 NODE = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]  # the latter is slurmd's default
@@ -219,7 +226,9 @@ class Head:
         """Return the tasks that are lost, or owe an answer in the present round."""
         begun = [name for name in ROUNDS if 0 in self.posts[name]]
         answered = set(self.posts[begun[-1]]) if begun else {0}
-        return (set(range(self.job.world)) - answered) | (self.lost & self.waiting_for - set(self.posts["reduce"]))
+        return (set(range(self.job.world)) - answered) | (
+            self.lost & self.waiting_for - set(self.posts[list(ROUNDS)[-1]])
+        )
 
 
 class Guest:
@@ -329,6 +338,100 @@ def find_wheel(_: Job, __: dict[int, Any]) -> dict[str, Any]:
     return facts
 
 
+# How fast the network is, without torch: each node sends to each other for a moment, over each interface.
+
+
+def own_interfaces() -> dict[str, dict[str, Any]]:
+    """Return this node's interfaces that have an IPv4 address, but for loopback: address, and Mbit/s (0: unknown)."""
+    found: dict[str, dict[str, Any]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        for path in sorted(Path("/sys/class/net").iterdir()):
+            with contextlib.suppress(OSError):  # no address
+                answer = fcntl.ioctl(query, 0x8915, struct.pack("256s", path.name.encode()[:15]))  # SIOCGIFADDR
+                address = socket.inet_ntoa(answer[20:24])
+                if not address.startswith("127."):
+                    found[path.name] = {"address": address, "mbit": 0}
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                if (path / "device").exists():  # a virtual one names any speed
+                    found[path.name]["mbit"] = max(0, int((path / "speed").read_text()))
+    return found
+
+
+class Sink:
+    """The end that receives, from one node at a time: so no link has more than one stream in each direction."""
+
+    def __init__(self, token: bytes) -> None:
+        self.token, self.turn = token, threading.Lock()
+
+    def serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(10)
+            greeting = sign(self.token, b"stream")
+            if not hmac.compare_digest(connection.recv(len(greeting), socket.MSG_WAITALL), greeting):
+                return
+            with self.turn:
+                connection.sendall(b"!")
+                buffer, count, start = bytearray(2**20), 0, time.perf_counter()
+                while size := connection.recv_into(buffer):
+                    count += size
+                seconds = time.perf_counter() - start
+            connection.sendall(json.dumps(count / seconds / 1e6).encode() + b"\n")
+
+
+def stream(source: str, target: str, port: int, token: bytes) -> float:
+    """Send from one address to another for a moment; return MB/s, as the other end has seen them."""
+    with socket.create_connection((target, port), timeout=5, source_address=(source, 0)) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**18)  # what is left in it takes time after the end
+        connection.settimeout(15)
+        connection.sendall(sign(token, b"stream"))
+        if not connection.recv(1):
+            raise ConnectionError("it hung up")
+        block, end = bytes(2**16), time.monotonic() + STREAM_SECONDS
+        while time.monotonic() < end:
+            connection.sendall(block)
+        connection.shutdown(socket.SHUT_WR)
+        return float(json.loads(connection.makefile().readline(100)))
+
+
+def shared_interfaces(hellos: list[dict[str, Any]]) -> list[str]:
+    """Return the interfaces that all nodes have, each with an address of its own; docker0 has the same everywhere."""
+    common = set.intersection(*(set(hello["interfaces"]) for hello in hellos))
+    addresses = {name: {hello["interfaces"][name]["address"] for hello in hellos} for name in common}
+    return sorted(name for name in common if len(addresses[name]) == len(hellos))[:MOST_INTERFACES]
+
+
+def used_interface(mine: dict[str, Any], other: str) -> str:
+    """Return the interface that a job of the examples uses for Gloo: the one that is set, or that leads to `other`."""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return os.environ["GLOO_SOCKET_IFNAME"].split(",")[0]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        query.connect((other, 9))  # sends nothing
+        address = query.getsockname()[0]
+        return next((name for name, found in mine.items() if found["address"] == address), "")
+    return ""
+
+
+def find_network(job: Job, roster: dict[int, Any]) -> dict[str, Any]:
+    """Return the interfaces, the one that a job uses, and MB/s to other nodes over each: {node: {interface: MB/s}}."""
+    leaders = [hello for hello in roster.values() if hello["leader"]]
+    place = [hello["node"] for hello in leaders].index(job.node)
+    mine, others = leaders[place], [*leaders[place + 1 :], *leaders[:place]][:MOST_PEERS]
+    names = shared_interfaces(leaders)
+    used = used_interface(mine["interfaces"], others[0]["node"]) if others else ""
+    rates: dict[str, dict[str, Any]] = {}
+    end = time.monotonic() + STREAMS_SECONDS
+    for other in others:  # the next node first: so each has its turn with another one
+        for name in sorted(names, key=lambda name: name != used):
+            if time.monotonic() < end:
+                address = other["interfaces"][name]["address"]
+                try:
+                    rate: Any = stream(mine["interfaces"][name]["address"], address, other["sink"], job.token)
+                except (OSError, ValueError) as error:
+                    rate = {"error": describe(error)}
+                rates.setdefault(other["node"], {})[name] = rate
+    return {"interfaces": mine["interfaces"], "used": used, "rates": rates}
+
+
 # Torch, in a process of its own: one that is missing, crashes or hangs takes no other answer with it.
 
 
@@ -369,6 +472,7 @@ def torch_process(job: Job, pipe: Any, other_end: Any) -> None:
         host, port, backends = pipe.recv()
     except EOFError:  # the task has ended
         return
+    places = {}
     for backend in backends:
         try:
             if backend == "gloo":
@@ -379,6 +483,7 @@ def torch_process(job: Job, pipe: Any, other_end: Any) -> None:
                 device = torch.device("cuda", int(os.environ["SLURM_LOCALID"]))
                 torch.cuda.set_device(device)
                 group = dist.new_group(backend=backend, timeout=limit)
+            places[backend] = group, device
             tensor = torch.ones(MEGABYTES * 250_000, device=device)
             dist.all_reduce(tensor, group=group)
             if tensor[0].item() != job.world:
@@ -392,6 +497,48 @@ def torch_process(job: Job, pipe: Any, other_end: Any) -> None:
             pipe.send({backend: MEGABYTES / min(seconds)})  # the best: others may have waited for a busy core
         except Exception as error:
             pipe.send({backend: {"error": describe(error)}})
+    try:
+        pipe.recv()  # all tasks were able to all-reduce
+        sizes = {backend: try_sizes(job.world, torch, dist, *place) for backend, place in places.items()}
+        pipe.send({"sizes": sizes})
+    except EOFError:
+        return
+    except Exception as error:
+        pipe.send({"sizes": {"error": describe(error)}})
+
+
+def try_sizes(world: int, torch: Any, dist: Any, group: Any, device: Any) -> dict[int, float]:
+    """Return the seconds of an all-reduce by its bytes, as far as time and a quarter of the memory permit."""
+    memory = torch.cuda.mem_get_info(device)[0] if "cuda" in str(device) else free_memory()
+    seconds: dict[int, float] = {}
+    end, last = time.monotonic() + SIZES_SECONDS, 0.0
+    for size in SIZES:
+        willing = 4 * size <= memory and time.monotonic() + 4 * (4 * last) < end  # four times, of four times the size
+        vote = (torch.ones if willing else torch.zeros)(1, device="cpu")
+        dist.all_reduce(vote, group=None)
+        if vote[0].item() != world:  # all end with the same size
+            break
+        tensor, times = torch.ones(size // 4, device=device), []
+        for _ in range(4):
+            start = time.perf_counter()
+            dist.all_reduce(tensor, group=group)
+            tensor[0].item()  # waits for the GPU
+            times.append(time.perf_counter() - start)
+        last = max(times)
+        seconds[size] = min(times[1:])  # the first also makes connections
+    return seconds
+
+
+def free_memory() -> int:
+    """Return the bytes that a task of this node may take: of what is free, and of what SLURM has given to the job."""
+    env, kilobytes = os.environ, re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+    limits = [int(kilobytes[1]) * 1024] if kilobytes else [0]
+    if env.get("SLURM_MEM_PER_NODE", "0") != "0":
+        limits.append(int(env["SLURM_MEM_PER_NODE"]) * 2**20)
+    elif env.get("SLURM_MEM_PER_CPU", "0") != "0":
+        limits.append(int(env["SLURM_MEM_PER_CPU"]) * 2**20 * int(env["SLURM_CPUS_ON_NODE"]))
+    tasks = max(map(int, re.findall(r"(?<![\dx])\d+", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))))
+    return min(limits) // tasks
 
 
 def torch_in_image(job: Job, pipe: Any, other_end: Any) -> None:
@@ -434,6 +581,21 @@ def reduce(job: Job, board: Head | Guest, process: Any, pipe: Any, posts: dict[i
     return speeds
 
 
+def measure(job: Job, roster: dict[int, Any], process: Any, pipe: Any, posts: dict[int, Any]) -> dict[str, Any]:
+    """Return how fast the network is: between nodes, and for an all-reduce over all tasks by its size."""
+    facts: dict[str, Any] = {"sizes": {}}
+    if job.leader:
+        try:
+            facts["network"] = find_network(job, roster)
+        except Exception as error:
+            facts["network"] = {"error": describe(error)}
+    speeds = [speed for rank in range(job.world) for speed in posts.get(rank, {}).get("reduce", {0: {}}).values()]
+    if all(isinstance(speed, float) for speed in speeds):  # else some would wait for others
+        pipe.send("sizes")
+        facts.update(ask(process, pipe, "sizes", STREAMS_SECONDS + 2 * (SIZES_SECONDS + 10)))
+    return facts
+
+
 def tell_node(connection: socket.socket) -> None:
     with connection:
         connection.sendall(f"{NODE}\n".encode())
@@ -445,7 +607,7 @@ def hello(job: Job, board: Head | Guest) -> dict[str, Any]:
     facts.update(node=job.node, leader=job.leader, clock=board.clock, tasks=1, cpus=len(os.sched_getaffinity(0)))
     facts["asked_gpus"] = asked_gpus()
     if job.leader:
-        facts["listener"] = listen(0, tell_node)
+        facts.update(listener=listen(0, tell_node), sink=listen(0, Sink(job.token).serve), interfaces=own_interfaces())
         with contextlib.suppress(OSError):  # find_shared will say it
             job.folder.mkdir(exist_ok=True)
             (job.folder / job.node).touch()
@@ -456,7 +618,7 @@ def hello(job: Job, board: Head | Guest) -> dict[str, Any]:
 
 
 def play(job: Job, board: Head | Guest, process: Any, pipe: Any) -> None:
-    """Go through the four rounds."""
+    """Go through the five rounds."""
     local = int(os.environ["SLURM_LOCALID"])
     roster = board.exchange("hello", hello(job, board))
     probes: dict[str, Callable] = {"gpus": find_gpus}
@@ -467,7 +629,8 @@ def play(job: Job, board: Head | Guest, process: Any, pipe: Any) -> None:
     torch = f"torch {found['torch']}" if isinstance(found["torch"], str) else f"no torch ({found['torch']['error']})"
     python = f"Python {found.get('version', '?')}, {torch}, {os.environ.get('IMAGE') or sys.executable}"
     posts = board.exchange("torch", {**found, "python": python, "local": local})
-    board.exchange("reduce", {"reduce": reduce(job, board, process, pipe, posts)})
+    posts = board.exchange("reduce", {"reduce": reduce(job, board, process, pipe, posts)})
+    board.exchange("network", measure(job, roster, process, pipe, posts))
 
 
 def finish(head: Head, process: Any, why: str = "") -> None:

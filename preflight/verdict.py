@@ -1,7 +1,7 @@
 """Judge the facts that preflight.py has collected: each check becomes one row of the table.
 
 A judge gets the reports of the tasks that have facts for its check, and returns (result, status, advice). FAIL is
-for what breaks training, WARN for what only slows it down or breaks it by chance. Every row but `wheel`
+for what breaks training, WARN for what only slows it down or breaks it by chance. Every row but `wheel` and `sizes`
 can say one of the two.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import statistics
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -17,6 +18,11 @@ from typing import Any
 Row = tuple  # (result, status, advice)
 GRADIENTS, ETHERNET = 4.8, 130  # MB that the examples' ConvNet all-reduces in a step; MB/s that 1 GbE cannot reach
 STAFF = "ask the cluster's staff"
+# MB/s in one direction. Ethernet: what TCP can have of the line's rate, 1448 of the 1538 bytes that a frame takes there
+# (IEEE 802.3 and the headers). InfiniBand: the rate of a port of four lanes (infinibandta.org/infiniband-roadmap).
+# NVLink: half of the sum of both directions (nvidia.com/en-us/data-center/nvlink).
+NETWORKS = [("1 GbE", 118), ("10 GbE", 1177), ("25 GbE", 2942), ("100 GbE", 11_768), ("InfiniBand HDR", 25_000)]
+NETWORKS += [("InfiniBand NDR", 50_000), ("NVLink of an A100", 300_000), ("NVLink of an H100", 450_000)]
 
 # The table "Which PyTorch" of the repository's docs/environments.md: (torch, torchvision, UV_TORCH_BACKEND).
 PINS, CPU = ("2.15.0", "0.29.2", ""), ("2.15.0", "0.29.2", "cpu")  # those of every requirements.txt
@@ -273,6 +279,95 @@ def judge_reduce(reports: list[dict], job: Any) -> Row:
     return result, "ok", ""
 
 
+def between(speed: float) -> str:
+    """Say which networks give less, and which more, than so many MB/s."""
+    slower = [f"{name} {most:,}" for name, most in NETWORKS if most <= speed]
+    faster = [f"{name} {most:,}" for name, most in NETWORKS if most > speed]
+    return " and ".join(["at most:", *slower[-1:], *faster[:1]]).replace("at most: and", "at most:")
+
+
+def judge_network(reports: list[dict], job: Any) -> Row:
+    """Name slow nodes, slow pairs and a faster interface, by what nodes have sent to each other; see README.md."""
+    if len(reports) < 2:
+        return "one node: no network", "ok", ""
+    used = Counter(report["network"]["used"] for report in reports).most_common(1)[0][0]
+    rates: dict[str, dict[tuple, float]] = {}  # by interface, and by the two nodes: the slower direction counts
+    faults = []
+    for report in reports:
+        for node, found in report["network"]["rates"].items():
+            for name, rate in found.items():
+                pair = tuple(sorted((report["node"], node)))
+                if not isinstance(rate, dict):
+                    of_pair = rates.setdefault(name, {})
+                    of_pair[pair] = min(rate, of_pair.get(pair, rate))
+                elif name == used:
+                    faults.append(f"{report['node']} to {node} over {name}: {rate['error']}")
+    if faults:
+        return few(faults), "WARN", f"{STAFF} about these ways, or choose another interface: GLOO_SOCKET_IFNAME"
+    if not rates.get(used):
+        names = ", ".join(sorted({name for report in reports for name in report["network"]["interfaces"]}))
+        advice = "an interface that all nodes have: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME (see run.slurm)"
+        return f"not measured over {used or 'any interface'}; there are {names or 'none'}", "WARN", advice
+    usual, best = usual_rate(rates[used]), {name: usual_rate(pairs) for name, pairs in rates.items()}
+    result = f"{used} {usual:.0f} MB/s from node to node ({between(usual)})"
+    better = max(best, key=best.get)
+    if better != used and best[better] > 2 * usual:
+        advice = f"export GLOO_SOCKET_IFNAME={better} NCCL_SOCKET_IFNAME={better} (see run.slurm)"
+        return f"a job runs over {used}, {usual:.0f} MB/s, while {better} has {best[better]:.0f}", "WARN", advice
+    slow = slow_ways(rates[used])
+    if slow:
+        return f"{few(slow)}; else {result}", "WARN", f"sbatch --exclude=... and {STAFF} about the link (cable, port)"
+    mbit = min(report["network"]["interfaces"][used]["mbit"] for report in reports)  # 0: unknown
+    if usual < 0.3 * min(mbit, 10_000) / 8:  # one stream of TCP need not fill a faster one
+        return (
+            f"{result}, but {used} is one of {mbit} Mbit/s",
+            "WARN",
+            f"{STAFF}: a switch, a cable or a setting is slow",
+        )
+    return result, "ok", ""
+
+
+def best_rates(rates: dict[tuple, float]) -> dict[str, float]:
+    """Return the best rate of each node: that of a node with a slow link is slow, whoever is at the other end."""
+    nodes = {node for pair in rates for node in pair}
+    return {node: max(rate for pair, rate in rates.items() if node in pair) for node in nodes}
+
+
+def usual_rate(rates: dict[tuple, float]) -> float:
+    return statistics.median_high(best_rates(rates).values())
+
+
+def slow_ways(rates: dict[tuple, float]) -> list[str]:
+    """Return nodes which with any other have less than half of what is usual, and pairs that alone are so slow."""
+    best, usual = best_rates(rates), usual_rate(rates)
+    nodes = sorted(node for node, rate in best.items() if rate < usual / 2)  # of two nodes, none: both have one rate
+    found = [f"{node} has {best[node]:.0f} MB/s at most, to and from any other" for node in nodes]
+    for pair, rate in sorted(rates.items()):
+        if rate < usual / 2 and not set(pair).intersection(nodes):
+            found.append(f"{pair[0]} and {pair[1]} have {rate:.0f} MB/s")
+    return found
+
+
+def judge_sizes(reports: list[dict], job: Any) -> Row:
+    """For information: the time of a small all-reduce, and MB/s of larger ones."""
+    texts = []
+    for backend, seconds in reports[0]["sizes"].items():
+        found = {int(size): value for size, value in seconds.items()} or {1024: float("nan")}
+        parts = [f"{backend} 1 KB in {found[min(found)] * 1000:.2f} ms"]
+        parts += [f"{name_of(size)} {size / found[size] / 1e6:.0f} MB/s" for size in found if size in LARGE]
+        largest = max(found)
+        link = largest / found[largest] / 1e6 * 2 * (job.world - 1) / job.world  # "bus bandwidth", see README.md
+        texts.append(f"{', '.join(parts)}, {link:.0f} over a link")
+    return "; ".join(texts) or "not tried, see reduce", "ok", ""
+
+
+LARGE = [2**20, 2**24, 2**28, 2**30]  # bytes of the all-reduces that are shown
+
+
+def name_of(size: int) -> str:
+    return f"{size >> 30} GB" if size >= 2**30 else f"{size >> 20} MB"
+
+
 CHECKS = {
     "names": judge_names,
     "connections": judge_connections,
@@ -285,6 +380,8 @@ CHECKS = {
     "clock": judge_clocks,
     "python": judge_python,
     "reduce": judge_reduce,
+    "sizes": judge_sizes,
+    "network": judge_network,
 }
 
 

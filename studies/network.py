@@ -136,11 +136,11 @@ class Training:
 
 
 @torch.no_grad()
-def average(weights: Sequence[torch.Tensor]) -> None:
-    """Give all processes the mean of their weights."""
+def average(weights: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Give all processes of a group, or of all, the mean of their weights."""
     for weight in weights:
-        dist.all_reduce(weight)
-        weight /= dist.get_world_size()
+        dist.all_reduce(weight, group=group)
+        weight /= dist.get_world_size(group)
 
 
 def sent_bytes() -> int:

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from harness import readme
-from harness.launchers import LAUNCHERS, ROOT, copy_example
+from harness.launchers import HOROVOD, LAUNCHERS, ROOT, copy_example
 
 NEEDS = re.compile(r"# needs (the internet|a cluster|a GPU)\b")
 LAB, HOROVOD_JOBS = "repo/test_lab.py::", "slurm/test_horovod_cpu_jobs.py::"
-PREFLIGHT = "repo/test_preflight.py::test_"
+PREFLIGHT, SCALE = "repo/test_preflight.py::test_", "repo/test_scale_model.py::test_"
 PINS = "repo/test_pins.py::test_command"
 NOTEBOOKS, ADDING = "slurm/test_jupyter.py::", "repo/test_adding_an_example.py::test_added"
 APT = "sudo apt-get install --no-install-recommends slurm-wlm munge iproute2 openmpi-bin libpmix-dev"
@@ -45,6 +45,23 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         ".venv/bin/pip install --no-index --find-links wheels --requirement requirements.txt": (
             "test_environments.py::test_without_internet"
         ),
+        "source .venv/bin/activate && bash install.sh wheels/horovod-0.28.1.tar.gz": (
+            "test_environments.py::test_without_internet"
+        ),
+    },
+    "docs/scale.md": {
+        "python -m benchmarks.scale": SCALE + "page",
+        "python -m benchmarks.scale --parts 7B --nodes 1 64 1000": SCALE + "page",
+        "python -m benchmarks.scale --cluster ethernet --nodes 1 2 8 64 1000": SCALE + "page",
+        "python -m benchmarks.scale --published": SCALE + "page",
+        "torchrun --nproc-per-node=2 -m benchmarks.scale --measure here.json": SCALE + "own_figures",
+        "python -m benchmarks.scale --cluster here.json": SCALE + "own_figures",
+    },
+    "docs/horovod.md": {
+        "HOROVOD_TIMELINE=timeline.json "
+        "horovodrun --gloo -np 2 python train.py --epochs 1 --output-dir output/timeline": (
+            "test_horovod_switches.py::test_timeline"
+        ),
     },
     "preflight/README.md": {
         "VENV=~/project/.venv sbatch run.slurm": PREFLIGHT + "healthy",
@@ -54,6 +71,7 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
     "jupyter/README.md": {
         "VENV=../examples/ddp_spawn/.venv sbatch run.slurm": NOTEBOOKS + "test_only_for_its_owner",
         "cat jupyter-*.out": NOTEBOOKS + "test_only_for_its_owner",
+        "python usage.py ../examples/ddp_spawn/output/1234": "test_results.py::test_what_a_run_has_used",
         "apptainer exec example.sif python3 -m venv --system-site-packages .venv": (
             "slurm/test_containers.py::test_notebook"
         ),
@@ -70,9 +88,8 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         "--output-file tests/constraints.txt examples/*/requirements.txt tests/requirements.txt": PINS,
     },
     "examples/deepspeed/README.md": {
-        "deepspeed --num_gpus 2 --master_port 29501 train.py --output-dir output/own": (
-            "test_deepspeed.py::test_stage_1_and_its_own_launcher"
-        ),
+        "deepspeed --num_gpus 2 --master_port 29501 train.py --deepspeed --deepspeed_config ds_config.json "
+        "--output-dir output/own": "test_deepspeed.py::test_stage_1_and_its_own_launcher",
         "sbatch run.slurm --zero-stage 3": "slurm/test_deepspeed_jobs.py::test_stage_3_on_two_nodes",
     },
     "examples/fsdp/README.md": {"python sample.py": "test_fsdp.py::test_metrics_and_sample"},
@@ -116,6 +133,8 @@ def run_by(file: str) -> dict[str, str]:
     if file.startswith("examples/"):
         local = " ".join(LAUNCHERS[Path(file).parent.name].command(2))
         table |= dict.fromkeys(readme.until(ROOT / file, local), "../harness/reference.py::reference")
+        if Path(file).parent.name in HOROVOD:
+            table["LAUNCH=gloo sbatch run.slurm"] = "slurm/test_jobs.py::test_gloo_instead_of_mpi"
         if not any(command.startswith("sbatch") for command in table):
             table["sbatch run.slurm"] = "slurm/conftest.py::reference_job"
     return table

@@ -417,7 +417,7 @@ def damage(example: str, output: Path, change: Callable[[bytearray], object]) ->
     checkpoint.write_bytes(old)
 
 
-OTHERS = [name for name in LAUNCHERS if name not in ("ddp_spawn", "torchrun_multinode", "horovod_tensorflow")]
+OTHERS = [name for name in LAUNCHERS if name not in ("ddp_spawn", "horovod_tensorflow")]
 
 
 @pytest.mark.runs("weekly", *OTHERS)

@@ -2,9 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
+import sysconfig
+import venv
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -214,6 +218,33 @@ def test_offload_without_a_compiler(example: str, folder: Path, bare: dict[str, 
     refusals.assert_refused(
         run, 1, "ds_config_offload.json", "cpu_adam", "install ninja and g++", "DS_BUILD_CPU_ADAM=1"
     )
+
+
+@pytest.mark.runs("weekly")
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
+def test_built_beforehand(example: str, folder: Path, bare: dict[str, str]) -> None:
+    """The README's DS_BUILD_CPU_ADAM line, for CPUs: the op is in what it installs, and needs no compiler any more.
+
+    It goes into an environment of its own, which sees the packages of the tests' environment.
+    """
+    words = re.search(r"`(DS_ACCELERATOR=cuda [^`]*)`\s+`([^`]*)`", (folder / "README.md").read_text())
+    install = f"{words[1]} {words[2]}".replace("DS_ACCELERATOR=cuda", "DS_ACCELERATOR=cpu")
+    assert "DS_BUILD_CPU_ADAM=1" in install and f"deepspeed=={version('deepspeed')}" in install
+    python = folder / ".venv" / "bin" / "python"
+    venv.create(folder / ".venv", with_pip=True)
+    site = next(folder.glob(".venv/lib/python*/site-packages"))
+    (site / "tests.pth").write_text(sysconfig.get_path("purelib"))
+    path = f"{python.parent}:{os.environ['PATH']}"
+    done = runs.Run(["bash", "-ec", install], folder, {"PATH": path}).wait(900)
+    assert done.status == 0, done.stderr
+    assert list(site.glob("deepspeed/ops/adam/cpu_adam_op*.so"))
+    words = "-m torch.distributed.run --standalone --nproc-per-node=2 train.py --epochs 2 --deepspeed_config"
+    run = runs.Run([str(python), *words.split(), "ds_config_offload.json"], folder, bare).wait()
+    assert run.status == 0, run.stderr
+    assert "ds_config_offload.json: ZeRO stage 2" in run.stdout
+    assert outputs.read_metrics(folder / "output")[-1]["test_accuracy"] > 0.85
+    assert not list(Path(bare["TORCH_EXTENSIONS_DIR"]).glob("**/*.so"))
 
 
 @pytest.mark.runs("weekly")

@@ -193,6 +193,24 @@ def test_install_errors(example: str, folder: Path, tmp_path: Path, missing: str
     assert ("building" in run.stdout) == (missing == "network"), "it has begun before it looked for all that it needs"
 
 
+def test_install_from_a_wrong_file(example: str, folder: Path, tmp_path: Path) -> None:
+    """A file that is not there, another one, and a source without what builds it: one line each, and no wheel."""
+    (folder / "horovod-0.27.0.tar.gz").touch()
+    (folder / "horovod-0.28.1.tar.gz").touch()
+    texts = {
+        "none.whl": ["there is no none.whl"],
+        "horovod-0.27.0.tar.gz": ["horovod-0.27.0.tar.gz is neither Horovod's source, horovod-0.28.1.tar.gz, nor"],
+        "horovod-0.28.1.tar.gz": [f"{folder} does not have all", "pip download --no-deps", "horovod==0.28.1"],
+    }
+    variables = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PIP_FIND_LINKS": ""}
+    for file, words in texts.items():
+        run = runs.Run(["bash", "install.sh", file], folder, variables).wait()
+        errors = [line for line in run.stderr.splitlines() if line.startswith("install.sh: error: ")]
+        assert run.status == 1 and len(errors) == 1, run.stderr
+        assert all(word in errors[0] for word in words), errors
+    assert not list(tmp_path.glob("cache/**/*.whl"))
+
+
 def shell_function(script: Path, *names: str) -> str:
     """Return the text of functions that a shell script defines."""
     return "".join(re.search(rf"^{name}\(\) {{.*?^}}\n", script.read_text(), re.M | re.S)[0] for name in names)

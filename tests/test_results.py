@@ -219,12 +219,55 @@ def test_resumed_and_profiled(example: str, results: ModuleType, folder: Path, r
     assert f"| 5 | 2 | {last['train_loss']:.4f} | {last['test_loss']:.4f} | accuracy 97." in results.comparison(both)
 
 
-LOG = """time,device,seconds,busy,memory_mb,watts,mhz,slowed
-1800000000.00,gpu0,0.00,90,30000,300.00,1700,
-1800000060.00,gpu0,60.00,50,30000,240.00,1500,heat
-1800000060.00,cpu0,60.00,,,120.0,,
-1800000120.00,gpu0,60.00,100,
+@pytest.mark.runs("one")
+def test_what_a_run_has_used(example: str, finished: Path) -> None:
+    """usage.py prints one line for this machine: its figures are the sums of what both processes have written."""
+    run = runs.Run(["python", str(NOTEBOOK.with_name("usage.py")), "output"], finished).wait()
+    head, line = run.stdout.splitlines()
+    used = outputs.read_run(finished / "output")["stops"][-1]["used"]
+    _, host, processes, time, cores, memory, gpu, read = re.split("  +", line)
+    assert head.startswith("until  ") and (host, processes, gpu) == (used[0]["host"], "2", "0")
+    assert int(memory) == sum(one["mb"] for one in used) and int(read) == sum(one["read_mb"] for one in used)
+    hours, minutes, seconds = map(int, time.split(":"))
+    longest = max(one["seconds"] for one in used)
+    assert abs(hours * 3600 + minutes * 60 + seconds - longest) <= 0.5
+    mean, given = map(float, cores.split(" of "))
+    assert abs(mean - sum(one["core_seconds"] for one in used) / longest) < 0.06 and 0 < mean <= given + 0.1
+
+
+READ = """
+import plumbing
+plumbing.rank = plumbing.disconnect = lambda: 0
+plumbing.gather, plumbing.end = lambda value: [value], lambda status: None
+plumbing.record = lambda args, progress, what, facts: print("MB:", facts["used"][0]["read_mb"])
+plumbing.finish(None, None, "begins")
+with open("large", "rb") as file:
+    while file.read(1 << 20):
+        pass
+plumbing.finish(None, None, "ends")
 """
+
+
+@pytest.mark.runs("one")
+def test_what_is_read(example: str, folder: Path) -> None:
+    """What a process reads from files is counted, also if that was in memory already."""
+    (folder / "large").write_bytes(bytes(40 << 20))
+    run = runs.Run(["python", "-c", READ], folder).wait()
+    before, after = map(int, re.findall(r"^MB: (\d+)$", run.stdout, re.MULTILINE))
+    assert 40 <= after - before <= 42 and run.status == 0, run.stderr
+
+
+LOG = """
+1800000000.00 1234.0
+0, 90, 30000, 300.00, 1700, 0x0000000000000001
+1000000,262143328850,package-0
+
+1800000060.00 1234.0
+0, 50, 30000, 240.00, 1500, 0x0000000000000040
+7201000000,262143328850,package-0
+
+1800000120.00 1234.0
+0, 100, 300"""
 
 
 @pytest.mark.only("ddp_spawn")
@@ -232,7 +275,7 @@ def test_devices(example: str, results: ModuleType, finished: Path) -> None:
     """The curves are the samples in the log, in minutes, and the energy is that of all devices together."""
     (run,) = results.find_runs(finished)
     assert "has no log" in results.devices(run)
-    (finished / "output" / "usage-node1.csv").write_text(LOG)  # the last line is cut off, as by a kill
+    (finished / "output" / "usage-node1.txt").write_text(LOG)  # the last line is cut off, as by a kill
     figure = results.devices(run)
     assert figure.get_suptitle() == f"{run.name}: 6.0 Wh"  # a minute at 240 W and 120 W
     expected = {"busy": [90, 50], "memory_mb": [30000, 30000], "watts": [300, 240], "mhz": [1700, 1500]}

@@ -44,6 +44,7 @@ def parse_args():
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
     parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
+    parser.add_argument("--keep-epochs", type=int, metavar="N", help="keep N epochs' checkpoints, and the best")
     args = parser.parse_args()
     args.world_size = args.processes
     plumbing.check_args(parser, args)
@@ -120,7 +121,7 @@ def save_checkpoint(args, model, optimizer, progress):
     """Save model, optimizer and `progress`, from which --resume continues; all processes call this."""
     if dist.get_rank() == 0:  # ddp: all processes have the same weights; one writes them
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": progress}
-        plumbing.write_checkpoint(args, state)
+        plumbing.write_checkpoints(args, state)
 
 
 def resume(args, model, optimizer):

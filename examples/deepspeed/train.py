@@ -47,11 +47,11 @@ def parse_args():
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
     parser.add_argument("--deepspeed_config", type=Path, default="ds_config.json", help="DeepSpeed's config file")
     parser.add_argument("--zero-stage", type=int, choices=range(4), help="overrides the stage in the config file")
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # deepspeed: its users write this
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed: its own launcher adds this
     args = parser.parse_args()
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: number of processes on all nodes
-    # torchrun: number of processes on this node; deepspeed: its own launcher sets LOCAL_SIZE
-    args.processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", 1))
+    args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))  # torchrun: on this node
     plumbing.check_args(parser, args)
     plumbing.share_batch(args)
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():

@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -27,7 +28,6 @@ from torch.distributed import destroy_process_group as disconnect
 from torch.distributed import get_rank as rank
 
 import hangs
-import usage
 
 
 def fail(message):
@@ -227,8 +227,13 @@ def stop(args, progress):
 
 def finish(args, progress, message):
     """Wait for all processes, print the message and the memory that was used, disconnect, and end this process."""
-    used = usage.process() | hangs.waits() | {"gpu_mb": torch.cuda.max_memory_allocated() >> 20}
-    used = gather(used)  # waits: rank 0 may still be writing
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    cores = int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
+    used = {"host": os.uname().nodename, "seconds": time.clock_gettime(time.CLOCK_BOOTTIME) - began, "cores": cores}
+    used |= {"core_seconds": sum(os.times()[:4]), "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10}
+    with contextlib.suppress(OSError):  # what it has read from files, also from memory; not every kernel counts that
+        used["read_mb"] = int(Path("/proc/self/io").read_text().split()[1]) >> 20
+    used = gather(used | hangs.waits() | {"gpu_mb": torch.cuda.max_memory_allocated() >> 20})  # waits: rank 0 may write
     if rank() == 0:
         record(args, progress, "stops", {"reason": message, "used": used})
         memory, gpu = (max(process[name] for process in used) for name in ("mb", "gpu_mb"))
@@ -258,7 +263,7 @@ def print_header(args, what, device, progress):
     ranks = {host: [number for number, name in enumerate(hosts) if name == host] for host in hosts}
     if rank() > 0:
         return
-    record(args, progress, "starts", {"ranks": ranks})
+    record(args, progress, "starts", {"ranks": ranks, "commit": commit()})
     nodes, threads = len(ranks), torch.get_num_threads()
     backend = getattr(args, "backend", "nccl" if device.type == "cuda" else "gloo")
     where = f"{args.world_size} processes on {nodes} node{'s' * (nodes > 1)}, {backend} on {device.type}"
@@ -298,6 +303,16 @@ def print_epoch(args, progress):
         share = row["tokens_per_second"] * operations / args.world_size / (args.peak_tflops * 1e12)
         speed += f", {share:.1%} of peak"
     print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | {speed} | {row['seconds']:6.2f} s")
+
+
+def commit():
+    """Return the git commit of this program, with "-dirty" after it where files differ from it, or None without git."""
+    folder = Path(sys.argv[0]).resolve().parent
+    if (noted := folder / ".commit").exists():  # by requeue.sh, which has made this copy
+        return noted.read_text().strip() or None
+    words = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(words, stderr=subprocess.DEVNULL, text=True, timeout=60).strip()
 
 
 def record(args, progress, what, facts):

@@ -50,6 +50,7 @@ def parse_args():
     parser.add_argument("--timeout", type=int, default=300, help="seconds that a step, or the start, may take")
     parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
+    parser.add_argument("--keep-epochs", type=int, metavar="N", help="keep N epochs' checkpoints, and the best")
     args = parser.parse_args()
     plumbing.check_args(parser, args)
     return args
@@ -189,7 +190,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint, filepath, storage_options=None):
         if hvd.rank() == 0:  # horovod: all processes have the same weights; one writes them
-            plumbing.write_checkpoint(self.lightning_module.args, checkpoint)
+            plumbing.write_checkpoints(self.lightning_module.args, checkpoint)
 
     def load_checkpoint(self, *args, **kwargs):
         return self.checkpoint  # lightning: what resume() has found; this node may not see the file yet

@@ -2,10 +2,13 @@
 # Install Horovod into the active environment, after: pip install -r requirements.txt
 # Its last release does not compile with today's TensorFlow as it is, so this changes four lines of it and builds a
 # wheel, once (3 to 8 minutes): the next environment with the same TensorFlow, Python and MPI gets it from a cache.
+# Without the internet: bash install.sh FILE, with its source, horovod-0.28.1.tar.gz, and what builds it in the same
+# folder; or with a wheel that this has built for the same TensorFlow, Python and MPI.
 # own: for TensorFlow; that of the other examples is for PyTorch
 set -euo pipefail
 export TF_CPP_MIN_LOG_LEVEL=2  # only errors, no notes on the processor
 
+file="${1:-}"
 version=0.28.1
 sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 recipe=1  # raise it when what is built below changes, so that no older wheel is taken from the cache
@@ -16,6 +19,12 @@ fail() {
     exit 1
 }
 
+if [[ "$file" ]]; then
+    [[ "$file" == *.whl || "$file" == *horovod-$version.tar.gz ]] ||
+        fail "$file is neither Horovod's source, horovod-$version.tar.gz, nor a wheel"
+    [[ -f "$file" ]] || fail "there is no $file"
+    file="$(realpath "$file")"
+fi
 python="$(command -v python)" || fail "there is no python: activate the environment first (source .venv/bin/activate)"
 # Nothing is imported here, since TensorFlow takes seconds: what is missing is said at once.
 key="$("$python" -c 'import sys, sysconfig
@@ -37,7 +46,7 @@ else
 fi
 
 mpi=gloo-only
-if echo '#include <mpi.h>' | mpicxx -x c++ -fsyntax-only - 2>/dev/null; then
+if [[ -z "${HOROVOD_WITHOUT_MPI:-}" ]] && echo '#include <mpi.h>' | mpicxx -x c++ -fsyntax-only - 2>/dev/null; then
     mpi="$(mpirun --version 2>/dev/null | head -n 1 | tr -cs 'A-Za-z0-9.\n' '_')"
     mpi="${mpi:-mpi}"
 fi
@@ -78,11 +87,16 @@ build() {
     local tools="$work/tools/bin/python" log="$work/log"
     "$python" -c 'import sys; print(*sys.path[1:], sep="\n")' \
         >"$("$tools" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/active.pth"
+    local from=() needed=('setuptools==79.0.1' 'wheel==0.45.1')
+    [[ -z "$file" ]] || from=(--no-index --find-links "${file%/*}")
     echo "horovod==$version --hash=sha256:$sha256" >"$work/sdist.txt"
-    if ! { "$tools" -m pip install --ignore-installed 'setuptools==79.0.1' 'wheel==0.45.1' &&
-        "$tools" -m pip download --no-deps --no-binary :all: --no-build-isolation --require-hashes \
+    if ! { "$tools" -m pip install "${from[@]}" --ignore-installed "${needed[@]}" &&
+        "$tools" -m pip download "${from[@]}" --no-deps --no-binary :all: --no-build-isolation --require-hashes \
             --dest "$work" --requirement "$work/sdist.txt"; } >"$log" 2>&1; then
         tail -n 5 "$log" >&2
+        [[ -z "$file" ]] ||
+            fail "${file%/*} does not have all, see above; where there is internet:" \
+                "pip download --no-deps --dest FOLDER horovod==$version ${needed[*]}"
         fail "the download failed, see above: run this where there is internet (a login node), or set the proxy"
     fi
     tar -xzf "$work/horovod-$version.tar.gz" -C "$work"
@@ -110,7 +124,7 @@ build() {
     mv "$folder/.$$.tmp" "$folder/$(basename "$work"/wheel/horovod-*.whl)"  # whole or not at all
 }
 
-if ! compgen -G "$folder/*.whl" >/dev/null; then
+if [[ "$file" != *.whl ]] && ! compgen -G "$folder/*.whl" >/dev/null; then
     check_tools
     mkdir -p "$cache" 2>/dev/null || fail "cannot write to $cache: set XDG_CACHE_HOME to a folder that you can write to"
     echo "install.sh: building Horovod $version for $key, $mpi: 3 to 8 minutes"
@@ -118,10 +132,11 @@ if ! compgen -G "$folder/*.whl" >/dev/null; then
     trap 'rm -rf "$work"' EXIT
     build "$work"
 fi
-"${install[@]}" --no-deps --force-reinstall "$folder"/*.whl || fail "the wheel in $folder was not installed, see above"
+[[ "$file" == *.whl ]] || file="$(echo "$folder"/*.whl)"
+"${install[@]}" --no-deps --force-reinstall "$file" || fail "$file was not installed, see above"
 
 cd /  # so that no folder called horovod is found instead
-horovodrun --version >/dev/null || fail "horovodrun does not start, see above: remove $folder and run this again"
+horovodrun --version >/dev/null || fail "horovodrun does not start, see above: remove $file and run this again"
 sum="$(horovodrun --gloo -np 2 python -c '
 import horovod.tensorflow as hvd, tensorflow as tf
 hvd.init()

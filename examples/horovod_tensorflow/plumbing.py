@@ -3,6 +3,7 @@
 Without these calls it still trains. A function that other examples have, too, has the same text, or a comment says why.
 """
 
+import contextlib
 import ctypes
 import errno
 import faulthandler
@@ -10,6 +11,8 @@ import fcntl
 import json
 import os
 import platform
+import resource
+import subprocess
 import sys
 import time
 import zipfile
@@ -21,7 +24,6 @@ from horovod.tensorflow import rank
 from horovod.tensorflow import shutdown as disconnect
 
 import hangs
-import usage
 
 CHECKPOINT = "checkpoint.npz"  # in --output-dir
 sys.dont_write_bytecode = True  # else each run leaves dozens of files in /tmp/__pycache__: AutoGraph's modules
@@ -217,7 +219,13 @@ def write_checkpoint(args, state):
 # own: no PyTorch
 def finish(args, progress, message):
     """Wait for all processes, print the message and the memory that was used, and disconnect."""
-    used = gather(usage.process() | hangs.waits())  # waits: rank 0 may still be writing
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    cores = int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
+    used = {"host": os.uname().nodename, "seconds": time.clock_gettime(time.CLOCK_BOOTTIME) - began, "cores": cores}
+    used |= {"core_seconds": sum(os.times()[:4]), "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10}
+    with contextlib.suppress(OSError):  # what it has read from files, also from memory; not every kernel counts that
+        used["read_mb"] = int(Path("/proc/self/io").read_text().split()[1]) >> 20
+    used = gather(used | hangs.waits())  # waits: rank 0 may still be writing
     if rank() == 0:
         record(args, progress, "stops", {"reason": message, "used": used})
         memory = max(process["mb"] for process in used)
@@ -245,7 +253,7 @@ def print_header(args, what, progress):
     ranks = {host: [number for number, name in enumerate(hosts) if name == host] for host in hosts}
     if rank() > 0:
         return
-    record(args, progress, "starts", {"ranks": ranks})
+    record(args, progress, "starts", {"ranks": ranks, "commit": commit()})
     where = f"{args.world_size} processes on {len(ranks)} node{'s' * (len(ranks) > 1)}"
     threads = f"{args.threads} thread{'s' * (args.threads > 1)} each"
     print(f"{what}: {where}, {args.backend} on cpu, {threads}, global batch {args.global_batch}")
@@ -264,6 +272,16 @@ def print_epoch(args, progress):
     losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
     speed = f"{row['samples_per_second']:5.0f} samples/s | {row['seconds']:6.2f} s"
     print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | test acc {row['test_accuracy']:7.2%} | {speed}")
+
+
+def commit():
+    """Return the git commit of this program, with "-dirty" after it where files differ from it, or None without git."""
+    folder = Path(sys.argv[0]).resolve().parent
+    if (noted := folder / ".commit").exists():  # by requeue.sh, which has made this copy
+        return noted.read_text().strip() or None
+    words = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(words, stderr=subprocess.DEVNULL, text=True, timeout=60).strip()
 
 
 def record(args, progress, what, facts):

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import time
@@ -22,7 +23,6 @@ from torch.distributed import destroy_process_group as disconnect
 from torch.distributed import get_rank as rank
 
 import hangs
-import usage
 
 CHECKPOINT = "checkpoint.pt"  # in --output-dir
 
@@ -209,8 +209,13 @@ def write_checkpoint(args, state):
 
 def finish(args, progress, message):
     """Wait for all processes, print the message and the memory that was used, disconnect, and end this process."""
-    used = usage.process() | hangs.waits() | {"gpu_mb": torch.cuda.max_memory_allocated() >> 20}
-    used = gather(used)  # waits: rank 0 may still be writing
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    cores = int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
+    used = {"host": os.uname().nodename, "seconds": time.clock_gettime(time.CLOCK_BOOTTIME) - began, "cores": cores}
+    used |= {"core_seconds": sum(os.times()[:4]), "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10}
+    with contextlib.suppress(OSError):  # what it has read from files, also from memory; not every kernel counts that
+        used["read_mb"] = int(Path("/proc/self/io").read_text().split()[1]) >> 20
+    used = gather(used | hangs.waits() | {"gpu_mb": torch.cuda.max_memory_allocated() >> 20})  # waits: rank 0 may write
     if rank() == 0:
         record(args, progress, "stops", {"reason": message, "used": used})
         memory, gpu = (max(process[name] for process in used) for name in ("mb", "gpu_mb"))
@@ -240,7 +245,7 @@ def print_header(args, what, device, progress):
     ranks = {host: [number for number, name in enumerate(hosts) if name == host] for host in hosts}
     if rank() > 0:
         return
-    record(args, progress, "starts", {"ranks": ranks})
+    record(args, progress, "starts", {"ranks": ranks, "commit": commit()})
     nodes, threads = len(ranks), torch.get_num_threads()
     backend = getattr(args, "backend", "nccl" if device.type == "cuda" else "gloo")
     where = f"{args.world_size} processes on {nodes} node{'s' * (nodes > 1)}, {backend} on {device.type}"
@@ -260,6 +265,16 @@ def print_epoch(args, progress):
     losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
     speed = f"{row['samples_per_second']:5.0f} samples/s | {row['seconds']:6.2f} s"
     print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | test acc {row['test_accuracy']:7.2%} | {speed}")
+
+
+def commit():
+    """Return the git commit of this program, with "-dirty" after it where files differ from it, or None without git."""
+    folder = Path(sys.argv[0]).resolve().parent
+    if (noted := folder / ".commit").exists():  # by requeue.sh, which has made this copy
+        return noted.read_text().strip() or None
+    words = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(words, stderr=subprocess.DEVNULL, text=True, timeout=60).strip()
 
 
 def record(args, progress, what, facts):

@@ -11,6 +11,8 @@ import json
 import os
 import platform
 import re
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +29,6 @@ from torch.distributed import destroy_process_group as disconnect
 from torch.distributed import get_rank as rank
 
 import hangs
-import usage
 
 CHECKPOINT = "checkpoint.pt"  # in --output-dir
 
@@ -217,11 +218,43 @@ def write_metrics(args, progress):
         write(args.output_dir / "metrics.csv", lambda file: file.write(text.encode()))
 
 
-def write_checkpoint(args, state):
-    """Write metrics.csv, and the checkpoint, which also has the settings."""
+def write_checkpoints(args, state):
+    """Write metrics.csv, and the checkpoint, which also has the settings; at an epoch's end under all of its names."""
     write_metrics(args, state["progress"])
     state = state | {"settings": resume_settings(args)}
-    write(args.output_dir / CHECKPOINT, lambda file: torch.save(state, file))
+    first, *others = [args.output_dir / name for name in (*kept_names(args, state["progress"]), CHECKPOINT)]
+    write(first, lambda file: torch.save(state, file))
+    for path in others:  # the newest last: a run that is killed before repeats the epoch, and its names
+        link(first, path)
+
+
+def kept_names(args, progress):
+    """Return further names that --keep-epochs gives this checkpoint, and remove the files that they take the place of.
+
+    At the end of an epoch that is one with its number, and, if no test loss was lower, another for the best one.
+    """
+    epochs, step = position(args, progress)
+    kept = getattr(args, "keep_epochs", None)  # programs without the flag may call this
+    if not kept or step:
+        return []
+    for path in args.output_dir.glob("checkpoint-epoch-*.pt"):
+        number = path.stem.removeprefix("checkpoint-epoch-")
+        if number.isdecimal() and not 0 <= epochs - int(number) < kept:
+            path.unlink()
+    losses = [(row["test_loss"] != row["test_loss"], row["test_loss"]) for row in progress["history"]]  # NaN: the worst
+    return [f"checkpoint-epoch-{epochs}.pt", *["checkpoint-best.pt"] * (losses.index(min(losses)) == epochs - 1)]
+
+
+def link(path, other):
+    """Give a file another name as well, atomically, which takes no space; where there are no hard links, copy it."""
+    temporary = other.with_name("tmp.link")  # not one that `write` opens, which would empty what it is linked with
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(path, temporary)
+        os.replace(temporary, other)
+    except OSError:
+        with open(path, "rb") as file:
+            write(other, lambda copy: shutil.copyfileobj(file, copy))
 
 
 def stop_requested():
@@ -257,8 +290,13 @@ def stop(args, progress):
 
 def finish(args, progress, message):
     """Wait for all processes, print the message and the memory that was used, disconnect, and end this process."""
-    used = usage.process() | hangs.waits() | {"gpu_mb": torch.cuda.max_memory_allocated() >> 20}
-    used = gather(used)  # waits: rank 0 may still be writing
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    cores = int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
+    used = {"host": os.uname().nodename, "seconds": time.clock_gettime(time.CLOCK_BOOTTIME) - began, "cores": cores}
+    used |= {"core_seconds": sum(os.times()[:4]), "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10}
+    with contextlib.suppress(OSError):  # what it has read from files, also from memory; not every kernel counts that
+        used["read_mb"] = int(Path("/proc/self/io").read_text().split()[1]) >> 20
+    used = gather(used | hangs.waits() | {"gpu_mb": torch.cuda.max_memory_allocated() >> 20})  # waits: rank 0 may write
     if rank() == 0:
         record(args, progress, "stops", {"reason": message, "used": used})
         memory, gpu = (max(process[name] for process in used) for name in ("mb", "gpu_mb"))
@@ -288,7 +326,7 @@ def print_header(args, what, device, progress):
     ranks = {host: [number for number, name in enumerate(hosts) if name == host] for host in hosts}
     if rank() > 0:
         return
-    record(args, progress, "starts", {"ranks": ranks})
+    record(args, progress, "starts", {"ranks": ranks, "commit": commit()})
     nodes, threads = len(ranks), torch.get_num_threads()
     backend = getattr(args, "backend", "nccl" if device.type == "cuda" else "gloo")
     where = f"{args.world_size} processes on {nodes} node{'s' * (nodes > 1)}, {backend} on {device.type}"
@@ -308,6 +346,16 @@ def print_epoch(args, progress):
     losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
     speed = f"{row['samples_per_second']:5.0f} samples/s | {row['seconds']:6.2f} s"
     print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | test acc {row['test_accuracy']:7.2%} | {speed}")
+
+
+def commit():
+    """Return the git commit of this program, with "-dirty" after it where files differ from it, or None without git."""
+    folder = Path(sys.argv[0]).resolve().parent
+    if (noted := folder / ".commit").exists():  # by requeue.sh, which has made this copy
+        return noted.read_text().strip() or None
+    words = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(words, stderr=subprocess.DEVNULL, text=True, timeout=60).strip()
 
 
 def record(args, progress, what, facts):

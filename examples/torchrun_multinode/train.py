@@ -45,6 +45,7 @@ def parse_args():
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
     parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
+    parser.add_argument("--keep-epochs", type=int, metavar="N", help="keep N epochs' checkpoints, and the best")
     parser.add_argument("--checkpoint-every", type=plumbing.steps_or_minutes, help="also save every 500 (steps), 10min")
     args = parser.parse_args()
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: number of processes on all nodes
@@ -141,7 +142,7 @@ def save_checkpoint(args, model, optimizer, progress):
     dist.all_reduce(progress["sums"])  # ddp: a checkpoint has the sums over all processes
     if dist.get_rank() == 0:  # ddp: all processes have the same weights; one writes them
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": progress}
-        plumbing.write_checkpoint(args, state)
+        plumbing.write_checkpoints(args, state)
 
 
 def resume(args, model, optimizer, device):

@@ -88,7 +88,8 @@ class Images(Dataset):
             where = self.source if isinstance(self.source, Path) else self.source[0]
             reason = getattr(error, "strerror", None) or "it cannot be decoded"
             raise DataError(f"{where}/{path} is damaged ({reason}): replace it, or remove it") from None
-        torch.manual_seed(seed)  # of this process: v2's transforms use PyTorch's random numbers
+        # v2 uses this process's random numbers. torch.manual_seed() would set those of GPUs, too, and take 0.3 ms more.
+        torch.default_generator.manual_seed(seed)
         return self.transform(image), int(self.labels[index])
 
 

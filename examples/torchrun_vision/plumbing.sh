@@ -27,6 +27,7 @@ prepare() {                      # find the environment, which must have the mod
     export output="${OUTPUT_DIR:-output/$job}"  # to continue job 1234: OUTPUT_DIR=output/1234 sbatch run.slurm
     mkdir -p "$output"
     touch "$output/started"
+    keep_program                 # in $code
 }
 
 in_image() (                     # become the command $@, in the image if there is one
@@ -64,9 +65,21 @@ choose_interface() {             # Gloo would look its host's name up, which may
     export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$(ip -4 -o address show to "$address" | awk '{ print $2 }')}"
 }
 
-log_usage() {                    # what the node's GPUs and processors do, each 10 s, until the job ends; 0: no log
-    [[ "${LOG_EVERY:-10}" != 0 && "${SLURM_LOCALID:-0}" -eq 0 ]] || return 0
-    (trap "" USR1 USR2 TERM; in_image python usage.py --log "$output" "${LOG_EVERY:-10}") </dev/null &>/dev/null &
+log_usage() {                    # until the job ends: what GPUs and processors of this node say, for jupyter/usage.py
+    [[ "${LOG_EVERY:=10}" != 0 && "${SLURM_LOCALID:-0}" -eq 0 ]] || return 0
+    (trap "" USR1 USR2 TERM      # it ends at once if none says anything; lines with another beginning are errors
+    while said="$(ask_devices | grep '^[0-9cd]')"; [[ "${first:=$said}" ]]; do
+        date "+%n%s.%2N $SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}%n${said//%/%%}" >>"$output/usage-$(uname -n).txt"
+        sleep "$LOG_EVERY"
+    done) </dev/null &>/dev/null &
+}
+
+ask_devices() {                  # GPUs of NVIDIA, else AMD, and the energy of processors, where users may read that
+    [[ "${SLURM_GPUS_ON_NODE:-0}" -eq 0 ]] || for why in event throttle; do  # the second: drivers before 535
+        timeout -s 9 30 nvidia-smi ${CUDA_VISIBLE_DEVICES:+-i "$CUDA_VISIBLE_DEVICES"} --format=csv,noheader,nounits \
+            --query-gpu="index,utilization.gpu,memory.used,power.draw,clocks.sm,clocks_${why}_reasons.active" && break
+    done || timeout -s 9 30 rocm-smi --showuse --showmeminfo vram --showpower --showclocks --csv
+    for zone in /sys/class/powercap/intel-rapl:*/; do paste -d, "$zone"{energy_uj,max_energy_range_uj,name}; done
 }
 
 show_stacks() {                  # have all Python processes of the job print their stacks; SLURM 20.11 and newer
@@ -94,7 +107,11 @@ run() {                          # run $@, the job's step; then requeue the job 
     "$@" &
     step=$!
     wait_for "$step"
-    [[ "$status" -ne 0 || ! "$output/stopped" -nt "$output/started" ]] || requeue || status=1
+    if [[ "$status" -eq 0 && "$output/stopped" -nt "$output/started" ]]; then
+        requeue || status=1
+    elif [[ "$status" -eq 0 && "${successor:-}" ]]; then
+        scancel "$successor"     # it has finished in time after all
+    fi
     [[ "$status" -eq 0 ]] ||
         echo "run.slurm: error: the job failed, see above. Fix the cause, then: OUTPUT_DIR=$output sbatch run.slurm" >&2
     exit "$status"
@@ -120,15 +137,4 @@ stop_near_time_limit() {         # have each task tell train.py
     requeue || true
 }
 
-saved() {                        # print the checkpoint, if it was written since this job has started
-    find "$output"/checkpoint{.pt,.npz,/run.json} -newer "$output/started" 2>/dev/null || true
-}
-
-requeue() {                      # unless nothing was saved since the last restart: that would go on forever
-    if [[ "${SLURM_RESTART_COUNT:-0}" -gt 0 && -z "$(saved)" ]]; then
-        echo "run.slurm: error: no new checkpoint since the last restart: not requeued again; raise --time" >&2
-        return 1
-    fi
-    echo "run.slurm: requeueing job $job"
-    scontrol requeue "$job" || { echo "run.slurm: error: the requeue failed, see above" >&2; return 1; }
-}
+source ./requeue.sh              # keep_program, requeue, saved

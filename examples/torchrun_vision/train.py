@@ -197,12 +197,11 @@ def resume(args, parts, device):
 
 def make_loaders(args, train_set, test_set, device, rank):
     """Return the loaders of training set, as yet without batches, and test set."""
-    # loader: workers read, decode and augment in the background, while this process computes
+    # loader: workers read, decode and augment in the background, while this process computes; they stay for all epochs
     loading = {"num_workers": args.workers, "prefetch_factor": args.prefetch if args.workers else None}
-    # pinned: no step waits for its copy to a GPU
-    loading |= {"worker_init_fn": image_files.prepare_worker, "pin_memory": device.type == "cuda"}
-    # loader: the workers stay for all epochs, each of which gets its own list of batches
-    train_loader = DataLoader(train_set, batch_sampler=[], persistent_workers=args.workers > 0, **loading)
+    loading |= {"worker_init_fn": image_files.prepare_worker, "persistent_workers": args.workers > 0}
+    loading |= {"pin_memory": device.type == "cuda"}  # pinned: no step waits for its copy to a GPU
+    train_loader = DataLoader(train_set, batch_sampler=[], **loading)  # loader: each epoch gets its own list of batches
     # ddp: each test sample exactly once; a DistributedSampler would repeat some to make the shards equally long
     shard = range(rank, len(test_set), args.world_size)
     return train_loader, DataLoader(test_set, args.batch_size, sampler=shard, **loading)

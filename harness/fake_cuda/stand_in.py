@@ -5,10 +5,12 @@ PyTorch's own, so that a name which they do not have is missed here, too.
 """
 
 import contextlib
+import glob
 import importlib.util
 import json
 import os
 import sys
+import time
 import types
 import uuid
 
@@ -302,6 +304,30 @@ def follow_clipping(torch, gpus):
     torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
 
 
+def wait_for_others():
+    """Wait until the ranks that this process has started have ended: Lightning's first process ends them with itself.
+
+    They have LOCAL_RANK in their environment, and it has not. What they leave is written by then.
+    """
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not has_rank("self"):
+        children = []
+        for path in glob.glob("/proc/[0-9]*/stat"):
+            with contextlib.suppress(OSError), open(path) as file:
+                if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
+                    children.append(path.split("/")[2])
+        if not any(map(has_rank, children)):
+            break
+        time.sleep(0.05)
+
+
+def has_rank(pid):
+    """Return whether a process was started with LOCAL_RANK; one that has ended was not."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        return b"\0LOCAL_RANK=" in b"\0" + file.read()
+    return False
+
+
 def keep_record(torch, gpus, calls):
     """Write at the process's end, also one by os._exit, what was done, to a file in the folder FAKE_CUDA_RECORD."""
     import atexit
@@ -317,8 +343,10 @@ def keep_record(torch, gpus, calls):
         facts |= {"argv": sys.argv, "initialized": Context.touched}
         if gpus.own() >= 0:
             name = os.path.join(os.environ["FAKE_CUDA_RECORD"], f"{os.getpid()}-{uuid.uuid4().hex[:6]}.json")
-            with open(name, "w") as file:
+            with open(f"{name}.part", "w") as file:
                 json.dump(facts, file)
+            os.replace(f"{name}.part", name)
+            wait_for_others()
 
     def exit_now(status, real=os._exit):
         write()

@@ -42,8 +42,10 @@ def start(folder):
             lines = files.setdefault(os.path.basename(code.co_filename), set())
             lines.update(positions[offset // 2] for offset in list(offsets))
         if files:
-            with open(os.path.join(folder, f"lines-{os.getpid()}-{uuid.uuid4().hex[:6]}.json"), "w") as file:
+            name = os.path.join(folder, f"lines-{os.getpid()}-{uuid.uuid4().hex[:6]}.json")
+            with open(f"{name}.part", "w") as file:
                 json.dump({name: sorted(map(list, found), key=str) for name, found in files.items()}, file)
+            os.replace(f"{name}.part", name)  # whoever started this process may end it meanwhile
 
     def exit_now(status, real=os._exit):
         write()

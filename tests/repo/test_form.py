@@ -1,6 +1,7 @@
 """The form of the examples: short lessons, plumbing beside them, and copies that are held to be the same."""
 
 import ast
+import contextlib
 import io
 import re
 import shutil
@@ -21,7 +22,7 @@ from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, copy_example
 from harness.processes import clean_environment
 
 # The most lines of each file; of train.py, see `lines` in the table of the examples.
-LINES = {"run.slurm": 50, "plumbing.py": 370, "plumbing.sh": 140, "hangs.py": 180, "usage.py": 220}
+LINES = {"run.slurm": 50, "plumbing.py": 370, "plumbing.sh": 140, "requeue.sh": 80, "hangs.py": 180}
 TRAINING_BY = 100  # the line before which the function that trains begins
 LONGEST, PARAMETERS = 50, 6  # lines and parameters of a function
 
@@ -137,6 +138,27 @@ def test_wish() -> None:
     assert [*wishes(3, *in_steps), *wishes(timedelta(minutes=1), *in_time), *wishes(None, *in_steps)] == [2] * 16
 
 
+def test_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """run.json has the commit of the program, and whether files differ from it; in a job what requeue.sh has noted."""
+    names: dict[str, Any] = {"Path": Path, "sys": sys, "subprocess": subprocess, "contextlib": contextlib}
+    exec(ast.unparse(functions(text_of("torchrun_multinode", "plumbing.py"))["commit"]), names)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
+    assert names["commit"]() is None
+    (tmp_path / "train.py").write_text("first")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for words in ("init --quiet", "add train.py", "commit --quiet --message=first"):
+        subprocess.run([*git, *words.split()], check=True, timeout=60)
+    assert re.fullmatch(r"[0-9a-f]{40}", clean := names["commit"]())
+    (tmp_path / "train.py").write_text("second")
+    assert names["commit"]() == f"{clean}-dirty"
+    for noted, found in (("noted\n", "noted"), ("", None)):
+        (tmp_path / ".commit").write_text(noted)
+        assert names["commit"]() == found
+    monkeypatch.setenv("PATH", "")
+    (tmp_path / ".commit").unlink()
+    assert names["commit"]() is None
+
+
 class WithoutPlumbing(ast.NodeTransformer):
     """Remove the import of plumbing and each call to it, whose value is None then."""
 
@@ -156,6 +178,7 @@ def test_without_plumbing(tmp_path: Path) -> None:
     folder = copy_example(ROOT / "examples" / "ddp_spawn", tmp_path / "plain")
     (folder / "plumbing.py").unlink()
     (folder / "plumbing.sh").unlink()
+    (folder / "requeue.sh").unlink()
     text = text_of("ddp_spawn").replace("plumbing.print_epoch(args, progress)", "print('row', row) if rank == 0 else 0")
     tree = ast.fix_missing_locations(WithoutPlumbing().visit(ast.parse(text)))
     assert "plumbing" not in "\n".join(ast.unparse(tree).splitlines()[10:])  # the docstring names it
@@ -216,7 +239,7 @@ def test_sync_of_files(repository: Path, name: str) -> None:
     source.write_text(f"{source.read_text()}\n# changed\n")
     assert f"examples/horovod_lightning/{name}" in copies.differences(repository)
     own = "# own: " in (repository / "examples" / "horovod_tensorflow" / name).read_text()
-    assert own == (name not in ("hangs.py", "usage.py"))  # it has another framework, but hangs in the same way
+    assert own == (name not in ("hangs.py", "requeue.sh"))  # it has another framework, but hangs in the same way
     assert any("horovod_tensorflow" in wrong for wrong in copies.differences(repository)) != own
     copies.fix(repository)
     assert path.read_text() == source.read_text() != before and copies.differences(repository) == []
@@ -288,14 +311,15 @@ def test_sync_of_functions(repository: Path, file: str, old: str, function: str)
 
 @pytest.mark.parametrize(
     ("file", "function"),
-    [("horovod_lightning/plumbing.py", "gather"), ("fsdp/shards.py", "begin")],
-    ids=["own", "shards"],
+    [("horovod_lightning/plumbing.py", "gather"), ("fsdp/shards.py", "begin"), ("horovod_cpu/gloo.sh", "own_address")],
+    ids=["own", "shards", "gloo"],
 )
 def test_sync_of_other_functions(repository: Path, file: str, function: str) -> None:
-    """Functions that are own for the same reason have the same text, too, and those of shards.py as well."""
+    """Functions that are own for the same reason have the same text, and those of shards.py and gloo.sh, too."""
     path = repository / "examples" / file
     before = path.read_text()
-    edits.edit(path, f"def {function}(", f"def {function}(changed, ")
+    start = re.search(rf"^(?:def )?{function}\(.*\n", before, re.MULTILINE)[0]
+    edits.edit(path, start, f"{start}    # changed\n")
     assert copies.differences(repository) == [f"examples/{file}: {function}"]
     copies.fix(repository)
     assert copies.differences(repository) == [] and path.read_text() == before

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from benchmarks import peers
+from benchmarks import peers, public_scripts
 from harness import outputs
 from harness.launchers import EXAMPLES, ROOT
 
@@ -19,7 +19,7 @@ from harness.launchers import EXAMPLES, ROOT
 THEIRS = """\
 import sys, time
 time.perf_counter = iter([0.0, 100.0, 100.0, 101.0, 200.0, 204.0]).__next__
-DEVICE = "cuda"
+DEVICE, large = "cuda", bytearray(b"x") * 200_000_000
 assert DEVICE == "cpu", "no GPU | here"
 assert open("data/MNIST/raw/t10k-labels-idx1-ubyte", "rb").read()[:8] == bytes([0, 0, 8, 1, 0, 0, 0, 50])
 for epoch in range(int(sys.argv[1])):
@@ -44,7 +44,7 @@ pathlib.Path("output").mkdir()
 lines = ["epoch,samples_per_second", "1,1"] + [f"{{epoch}},{{speed}}" for epoch in range(2, args.epochs + 1)]
 pathlib.Path("output", "metrics.csv").write_text("\\n".join(lines) + "\\n")
 """
-CLOCK = peers.clock("True", "250")
+CLOCK = public_scripts.clock("True", "250")
 EDITS = [
     (1, '"cuda"', '"cpu"'),
     (1, "    train = True\n", f"    {CLOCK}    train = True\n    {CLOCK}"),
@@ -71,9 +71,11 @@ def github(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     commit = git(folder, "rev-parse", "HEAD").strip()
     git(folder, "rm", "-r", "sub")
     git(folder, "commit", "-m", "Now it is gone")
-    good = peers.Peer("some/scripts", commit, ("ddp_spawn",), "python theirs.py {epochs}", {"sub/theirs.py": EDITS})
+    good = public_scripts.Peer(
+        "some/scripts", commit, ("ddp_spawn",), "python theirs.py {epochs}", {"sub/theirs.py": EDITS}
+    )
 
-    def change(**changes: object) -> peers.Peer:
+    def change(**changes: object) -> public_scripts.Peer:
         return dataclasses.replace(good, **changes)
 
     table = {
@@ -113,34 +115,42 @@ def test_table(github: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for line in re.findall(r"^\| some/scripts@.*$", table, re.MULTILINE):
         title, *row = [cell.strip() for cell in line.strip("|").split("|")]
         commit = peers.PEERS["good"].commit
-        assert title == f"some/scripts@{commit[:7]}: theirs.py"
+        assert title == f"some/scripts@{commit[:7]}: sub/theirs.py"
         rows.setdefault(row[-1].partition(" ")[0], []).append(row)
-    assert rows[""] == [
-        ["312", "ddp_spawn, fp32", "938", "3.000 (2.00 to 4.00)", ""],
-        ["312", "ddp_spawn, bf16", "1875", "6.000 (4.00 to 8.00)", ""],
+    speeds = [row[:1] + row[2:4] + row[5:6] for row in rows[""]]  # without memory
+    assert speeds == [
+        ["312 images/s", "ddp_spawn, fp32", "938 images/s", "3.000 (2.00 to 4.00)"],
+        ["312 images/s", "ddp_spawn, bf16", "1875 images/s", "6.000 (4.00 to 8.00)"],
     ]
     with open(output / "peers.csv", newline="") as file:
-        runs = [(row["name"], row["precision"], float(row["samples_per_second"])) for row in csv.DictReader(file)]
+        found = list(csv.DictReader(file))
+    runs = [(row["name"], row["precision"], float(row["per_second"])) for row in found]
     ours = [1250, 625, 937.5]
     three = [[("good", "fp32", 312.5), ("ddp_spawn", "fp32", x), ("ddp_spawn", "bf16", 2 * x)] for x in ours]
     assert runs == sum(three, [])  # in turn, and each once in a round
+    # Memory is that of the largest process, not of the one that starts it: the script had a block of 200 MB, ours none.
+    memory = {row["name"]: float(row["peak_mb"]) for row in found}
+    assert 200 < memory["good"] < 300 and 5 < memory["ddp_spawn"] < 100
+    theirs, ours, ratio = (float(rows[""][0][column].split()[0]) for column in (1, 4, 6))
+    assert abs(theirs - memory["good"]) < 20 and abs(ours - memory["ddp_spawn"]) < 20 and ratio < 0.5
 
     remarks = {name: rows[name][0][-1] for name in ("fails", "changed", "silent", "unknown")}
-    assert all(rows[name][0][:4] == ["", "ddp_spawn, fp32", "938", ""] for name in remarks)
+    assert all(rows[name][0][:4] == ["", "", "ddp_spawn, fp32", "938 images/s"] for name in remarks)
     assert remarks["fails"] == "fails failed: AssertionError: no GPU / here (see peers-fails.log)"
     assert "assert DEVICE" in (output / "peers-fails.log").read_text()
     assert "script is not the one that this edit was written for: it says 'sys' 2 times, not 1" in remarks["changed"]
     assert remarks["silent"] == "silent failed: it printed the time 0 times in 3 epochs"
-    assert "cannot run: [Errno 2]" in remarks["unknown"] and "no-such-launcher" in remarks["unknown"]
+    assert re.match("unknown failed: .*no-such-launcher.*No such file", remarks["unknown"]), remarks["unknown"]
 
 
 def test_our_example_fails(github: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An example of ours that fails has a remark, too, and no figure from an earlier run."""
     (tmp_path / "examples" / "ddp_spawn" / "train.py").write_text("import horovod_of_tomorrow\n")
     call(monkeypatch, "--only", "good", "--rounds", 2, "--images", 300, "--output", tmp_path / "results")
-    table = (tmp_path / "results" / "peers.md").read_text()
+    (row,) = [line for line in (tmp_path / "results" / "peers.md").read_text().splitlines() if "theirs.py" in line]
+    cells = [cell.strip() for cell in row.split("|")]
     why = "ddp_spawn failed: ModuleNotFoundError: No module named 'horovod_of_tomorrow' (see peers-ddp_spawn.log)"
-    assert table.endswith(f": theirs.py | 312 | ddp_spawn, fp32 | {why} |\n"), table
+    assert cells[2] == "312 images/s" and cells[4:] == ["ddp_spawn, fp32", why, ""], row
 
 
 def test_sources(github: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -170,29 +180,71 @@ def test_sources(github: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     git(tmp_path, "init")  # a repository above the folder is not mistaken for one in it
     (tmp_path / "empty" / place).mkdir(parents=True)
     for sources in (github, tmp_path / "empty"):
-        assert f"{sources}/{place} that has the commit {peer.commit}" in refused("--sources", sources)
+        assert f"{sources}/{place} at {peer.commit}: git clone them there" in refused("--sources", sources)
     monkeypatch.setitem(peers.PEERS, "good", dataclasses.replace(peer, commit="0" * 40))
-    assert "has the commit 000" in refused("--sources", tmp_path / "tree")
+    assert " at 000" in refused("--sources", tmp_path / "tree") and "--only" not in refused("--sources", sources)
+    monkeypatch.setitem(peers.PEERS, "good", peer)
+    both = [*sources_of_two(monkeypatch, peer), "--sources", tmp_path / "tree"]
+    message = refused(*both)  # one line names all that are missing, and what can be measured all the same
+    assert all(f"/{name}+scripts at {'1' * 40}" in message for name in ("other", "third"))
+    assert f"{place} at" not in message and message.endswith("or measure the others: --only good")
+    message = refused(*both[:-2])
+    assert all(f"nowhere/{name}/scripts at {'1' * 40} (fatal: " in message for name in ("other", "third"))
+    monkeypatch.setitem(peers.PEERS, "good", dataclasses.replace(peer, commit="0" * 40))
     assert "must be a second" in refused("--epochs", 1)
     assert "too few" in refused("--images", 127)
 
 
+def sources_of_two(monkeypatch: pytest.MonkeyPatch, peer: public_scripts.Peer) -> list[str]:
+    """Put two scripts of repositories that are nowhere into the table; return the words that ask for all three."""
+    for name in ("other", "third"):
+        missing = dataclasses.replace(peer, repository=f"{name}/scripts", commit="1" * 40)
+        monkeypatch.setitem(peers.PEERS, name, missing)
+    return ["--only", "good", "other", "third"]
+
+
+def test_clock_in_a_loop() -> None:
+    """In a loop over the steps of all epochs the clock gives each epoch's beginning and end, as around an epoch."""
+    inside = public_scripts.clock("rank == 0", "8 * steps", "step", "steps")
+    script = f"rank, steps = 0, 5\nfor step in range(15):\n    {inside}{public_scripts.clock('rank == 0', '8 * steps')}"
+    args = Mock(epochs=3, processes=2)
+    for rank, times in ((0, 6), (1, 0)):
+        done = subprocess.run([sys.executable, "-c", script.replace("rank, steps = 0", f"rank, steps = {rank}")],
+                              capture_output=True, text=True, check=True, timeout=60)  # fmt: skip
+        ticks = re.findall(r"clock: ([\d.]+) (\d+) samples", done.stdout)
+        assert len(ticks) == times and {size for _, size in ticks} <= {"40"}
+        if ticks:
+            assert peers.clocked(done.stdout, args) > 0 and ticks[1] == ticks[2] and ticks[3] == ticks[4]
+
+
 def test_rows_of_the_benchmark() -> None:
-    """Each script is compared with examples that exist, trains with our model, and prints the time twice an epoch."""
-    for peer in peers.PEERS.values():
-        assert set(peer.ours) <= set(EXAMPLES) and re.fullmatch("[0-9a-f]{40}", peer.commit)
+    """Every example has a script beside it, and each script prints the time where an epoch begins and where it ends."""
+    rows = list(peers.PEERS.values())
+    assert {name for peer in rows for name in peer.ours} == set(EXAMPLES).difference({"horovod_lightning"})
+    for peer in rows:
+        assert re.fullmatch("[0-9a-f]{40}", peer.commit)
         edits = [edit for edits in peer.files.values() for edit in edits]
         assert sum(new.count("clock: ") - old.count("clock: ") for _, old, new in edits) == 2
-        assert sum(peers.OUR_MODEL in new for _, _, new in edits) == 1
+        assert all(times > 0 and old != new for times, old, new in edits)
+    commits = {(peer.repository, peer.commit) for peer in rows}
+    assert len(commits) == len({repository for repository, _ in commits})  # a repository is fetched at one commit
+    assert set(public_scripts.WORKS) <= {name for peer in rows for name in peer.ours}
 
 
-def test_session() -> None:
-    """`nox -s bench -- --peers` runs this benchmark, and without --peers the other one."""
+def test_session(tmp_path: Path) -> None:
+    """`nox -s bench -- --peers` runs this benchmark with a second environment, and without --peers the other one."""
     noxfile = outputs.import_file(ROOT / "noxfile.py")
-    for words, module in (
-        (["--peers", "--rounds", "7"], ["benchmarks.peers", "--rounds", "7"]),
-        (["--rounds", "7"], ["benchmarks.measure", "throughput", "--rounds", "7"]),
-    ):
-        session = Mock(posargs=words)
+    session = Mock(posargs=["--rounds", "7"])
+    noxfile.bench(session)
+    session.run.assert_called_with("python", "-m", "benchmarks.measure", "throughput", "--rounds", "7")
+    folder = tmp_path / "bench-horovod_tensorflow"
+    venv = f"--venv=horovod_tensorflow={folder}"
+    for made in (False, True):  # the second time it is there
+        session = Mock(posargs=["--peers", "--rounds", "7"], virtualenv=Mock(location=str(tmp_path / "bench")))
+        session.run.side_effect = lambda *words, **_: folder.mkdir() if "venv" in words else None
         noxfile.bench(session)
-        session.run.assert_called_with("python", "-m", *module)
+        session.run.assert_called_with("python", "-m", "benchmarks.peers", venv, "--rounds", "7")
+        builds = [call for call in session.run.call_args_list if f"{ROOT}/examples/horovod_tensorflow/" in str(call)]
+        assert len(builds) == (0 if made else 2)
+        assert all(call.kwargs["env"]["PATH"].startswith(f"{folder}/bin:") for call in builds)
+        session.install.assert_any_call("-r", "benchmarks/requirements-peers.txt")

@@ -26,7 +26,7 @@ from lab import Lab, why_not
 
 FOLDER = ROOT / "preflight"
 ROWS = ["answers", "names", "connections", "cpus", "tasks", "shared", "port", "gpus", "wheel", "clock"]
-ROWS += ["python", "reduce"]
+ROWS += ["python", "reduce", "sizes", "network"]
 # Real torch, but with other answers to what it would ask a driver; it is imported in place of this file.
 TORCH = """
 import sys
@@ -53,6 +53,7 @@ class ones:
         self.value = 1
     def __getitem__(self, index):
         return SimpleNamespace(item=lambda: self.value)
+zeros = ones
 """,
     "distributed.py": """
 import time
@@ -150,8 +151,8 @@ class Place:
         return hand_over(venv)
 
 
-def make(name: str, **settings: Any) -> Iterator[Place]:
-    """Start a lab of two nodes with a copy of preflight/ in a folder that they share."""
+def make(name: str, nodes: int = 2, **settings: Any) -> Iterator[Place]:
+    """Start a lab, of two nodes, with a copy of preflight/ in a folder that they share."""
     folder = Path(tempfile.mkdtemp(prefix="preflight-test-"))
     for file in FOLDER.iterdir():
         if file.is_file():
@@ -162,7 +163,7 @@ def make(name: str, **settings: Any) -> Iterator[Place]:
     try:
         # As on a real cluster, where SLURM itself takes minutes to notice a dead node.
         with Lab(
-            nodes=2,
+            nodes=nodes,
             cpus=4,
             gpus=2,
             name=f"{name}{os.getpid()}",
@@ -204,6 +205,8 @@ def test_healthy(place: Place) -> None:
     assert {name: row[1] for name, row in run.rows.items()} == dict.fromkeys(ROWS, "ok"), run.log
     assert run.status == 0 and run.info["JobState"] == "COMPLETED"
     assert re.fullmatch(r"gloo \d+ MB/s, 2 tasks: \d+ ms for a step's 4.8 MB", run.rows["reduce"][0])
+    assert re.fullmatch(r"gloo 1 KB in \d+\.\d\d ms, 1 MB \d+ MB/s,.* \d+ over a link", run.rows["sizes"][0]), run.log
+    assert re.match(r"eth0 \d+ MB/s from node to node \(", run.rows["network"][0]), run.log
     assert run.rows["wheel"] == (f"no GPU in this job: the pins as they are, torch {PINS[0]}, cpu", "ok", "")
     assert not [name for name in os.listdir(place.folder) if name.startswith(".preflight")], "files are left"
 
@@ -411,6 +414,53 @@ def test_one_gigabit(place: Place) -> None:
     result, status, advice = run.rows["reduce"]
     assert status == "WARN" and "no faster than 1 GbE" in advice and "GLOO_SOCKET_IFNAME" in advice
     assert int(result.split()[1]) < 130
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Place]:
+    """A healthy lab of three nodes."""
+    yield from make("prethree", nodes=3)
+
+
+@needs_lab
+def test_slow_node(three: Place) -> None:
+    """The link of one of three nodes is slow: it is named, and the others are not."""
+    three.lab.slow("node3", "100mbit")
+    try:
+        run = three.run("--nodes=3", venv=three.light)
+    finally:
+        three.lab.heal("node3")
+    result, status, advice = run.rows["network"]
+    assert status == "WARN" and "--exclude" in advice and not run.failed, run.log
+    assert (speed := re.match(r"node3 has (\d+) MB/s at most, to and from any other; else eth0 \d+ MB/s", result)), (
+        run.log
+    )
+    assert 6 <= int(speed[1]) <= 12.5  # 100 Mbit/s is 12.5 MB/s; a busy machine may not reach it
+
+
+@needs_lab
+def test_wrong_interface(three: Place) -> None:
+    """Host names lead to a slow network beside a fast one: that is named, and chosen the row is well."""
+    nodes = ("node1", "node2")
+    first, second = (str(three.lab._pid_of(node)) for node in nodes)
+    cable = ["ip", "link", "add", "ib0", "type", "veth", "peer", "name", "ib0", "netns", second]
+    subprocess.run(["nsenter", f"--target={first}", "--net", *cable], check=True, timeout=60)
+    try:
+        for number, node in enumerate(nodes, 1):
+            for words in (f"address add 10.211.0.{number}/24 dev ib0", "link set ib0 up"):
+                three.lab.run(["ip", *words.split()], node=node, user="root", check=True)
+            three.lab.slow(node, "50mbit")
+        run = three.run("--nodelist=node[1-2]", venv=three.light)
+        chosen = three.run("--nodelist=node[1-2]", venv=three.light, env={"GLOO_SOCKET_IFNAME": "ib0"})
+    finally:
+        three.lab.run(["ip", "link", "delete", "ib0"], node="node1", user="root")
+        for node in nodes:
+            three.lab.heal(node)
+    result, status, advice = run.rows["network"]
+    assert status == "WARN" and "export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in advice, run.log
+    found = re.fullmatch(r"a job runs over eth0, (\d+) MB/s, while ib0 has (\d+)", result)
+    assert found and int(found[1]) <= 6.25 and int(found[2]) > 12.5, run.log
+    assert chosen.rows["network"][1] == "ok" and chosen.rows["network"][0].startswith("ib0 "), chosen.log
 
 
 @needs_lab
@@ -809,6 +859,98 @@ def test_slow_network(
     row = verdict.judge("reduce", [{"node": "node1", "reduce": {"gloo": speed}}], job)
     assert row[1] == status and f"{4800 / speed:.0f} ms for a step's 4.8 MB" in row[0]
     assert verdict.judge("reduce", [{"node": "node1", "reduce": {"gloo": 60, "nccl": 1100}}], job)[1] == "ok"
+
+
+def network(
+    rates: dict[tuple[str, str], float | None], other: float = 0, mbit: int = 0, used: str = "eth0"
+) -> list[dict]:
+    """Return the reports of nodes that have sent to each other at these rates, and at another over ib0."""
+    reports = {}
+    for pair, rate in rates.items():
+        for node, target in (pair, pair[::-1]):
+            facts = {"interfaces": {name: {"mbit": mbit} for name in ("eth0", "ib0")}, "used": used, "rates": {}}
+            report = reports.setdefault(node, {"node": node, "network": facts})
+            over = {"eth0": {"error": "TimeoutError: timed out"} if rate is None else rate}
+            report["network"]["rates"][target] = over | ({"ib0": other} if other else {})
+    return list(reports.values())
+
+
+EVEN = {("node1", "node2"): 900.0, ("node1", "node3"): 950.0, ("node2", "node3"): 1000.0}
+NETWORKS: dict[str, tuple[list[dict], str, list[str]]] = {  # reports, status, what is said
+    "even": (network(EVEN), "ok", ["eth0 1000 MB/s from node to node (at most: 1 GbE 118 and 10 GbE 1,177)"]),
+    "a bit slower": (network(EVEN | {("node1", "node2"): 600.0}), "ok", ["eth0 1000"]),
+    "slow pair": (network(EVEN | {("node1", "node2"): 100.0}), "WARN", ["node1 and node2 have 100 MB/s; else eth0"]),
+    "slow node": (
+        network(
+            {pair: rate / (10 if "node3" in pair else 1) for pair, rate in EVEN.items()}
+            | {("node1", "node4"): 900.0, ("node2", "node4"): 900.0, ("node3", "node4"): 90.0}
+        ),
+        "WARN",
+        ["node3 has 100 MB/s at most, to and from any other; else eth0"],
+    ),
+    "two nodes": (network({("node1", "node2"): 5.0}), "ok", ["eth0 5 MB/s from node to node (at most: 1 GbE 118)"]),
+    "other interface": (
+        network(EVEN, other=3000.0),
+        "WARN",
+        ["over eth0, 1000 MB/s, while ib0 has 3000", "IFNAME=ib0"],
+    ),
+    "about as fast": (network(EVEN, other=1500.0), "ok", ["eth0 1000"]),
+    "slower than its name": (
+        network({("node1", "node2"): 110.0}, mbit=10_000),
+        "WARN",
+        ["eth0 is one of 10000 Mbit/s"],
+    ),
+    "one stream is not all": (network({("node1", "node2"): 2000.0}, mbit=200_000), "ok", ["eth0 2000 MB/s"]),
+    "no answer": (network({("node1", "node2"): None}), "WARN", ["node1 to node2 over eth0: TimeoutError"]),
+    "not there": (network(EVEN, used="ib7"), "WARN", ["not measured over ib7; there are eth0, ib0"]),
+    "one node": ([{"node": "node1", "network": {"interfaces": {}, "used": "", "rates": {}}}], "ok", ["one node"]),
+}
+
+
+@pytest.mark.parametrize(("reports", "status", "texts"), NETWORKS.values(), ids=NETWORKS)
+def test_network(verdict: ModuleType, job: SimpleNamespace, reports: list[dict], status: str, texts: list[str]) -> None:
+    """A slow node is named once, not with each of its pairs; of two nodes none is the slow one."""
+    row = verdict.judge("network", reports, job)
+    assert row[1] == status and all(text in f"{row[0]} {row[2]}" for text in texts), row
+    assert ("node4" in row[0]) is False
+
+
+def test_sizes(verdict: ModuleType, job: SimpleNamespace) -> None:
+    """The times of an all-reduce become a time for the smallest, MB/s for others, and what a link carries for it."""
+    job.world = 4
+    seconds = {1024: 0.0002, 4096: 0.0003, 2**20: 0.002, 2**28: 0.5}
+    row = verdict.judge("sizes", [{"node": "node1", "sizes": {"gloo": seconds}}], job)
+    assert row == ("gloo 1 KB in 0.20 ms, 1 MB 524 MB/s, 256 MB 537 MB/s, 805 over a link", "ok", "")
+    assert verdict.judge("sizes", [{"node": "node1", "sizes": {}}], job)[1] == "ok"
+
+
+def test_strangers_stream_nothing(preflight: ModuleType) -> None:
+    """A node takes a stream from the tasks of its job alone, and tells them how fast it was."""
+    port = preflight.listen(0, preflight.Sink(b"token").serve)
+    assert preflight.stream("127.0.0.1", "127.0.0.1", port, b"token") > 10
+    with pytest.raises(ConnectionError):  # it hangs up
+        preflight.stream("127.0.0.1", "127.0.0.1", port, b"another token")
+
+
+def test_shared_interfaces(preflight: ModuleType) -> None:
+    """Interfaces that some node lacks are left out, and those with one address on all, as of a container's bridge."""
+    nodes = [{"eth0": "10.0.0.1", "docker0": "172.17.0.1", "ib0": "10.1.0.1", "usb0": "169.254.3.1"}]
+    nodes += [{"eth0": "10.0.0.2", "docker0": "172.17.0.1", "ib0": "10.1.0.2"}]
+    hellos = [{"interfaces": {name: {"address": ip} for name, ip in node.items()}} for node in nodes]
+    assert preflight.shared_interfaces(hellos) == ["eth0", "ib0"]
+
+
+def test_memory_of_a_task(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a task may take is its share of what SLURM has given to the job on its node, and of what is free."""
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x16),1")
+    for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    free = preflight.free_memory()
+    assert free > 2**20
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "6")
+    assert preflight.free_memory() == 3 * 2**20
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "0")  # --mem=0: all of the node's
+    assert preflight.free_memory() == pytest.approx(free, rel=0.2)
 
 
 def test_a_check_that_raises_is_a_row(verdict: ModuleType, job: SimpleNamespace) -> None:

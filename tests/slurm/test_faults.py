@@ -151,7 +151,7 @@ FAULTS = {
     "`slurmd` of a node stopped": Fault(stop_slurmd, recovers=True, sleep=30),
     "disk full": Fault(fill, "cannot write .*No space left", make_room),
     "checkpoint truncated": Fault(truncate, "is damaged", move_away, restarts=True),
-    "output folder removed": Fault(remove_output, "cannot write .*No such file", retried=True, restarts=True),
+    "output folder removed": Fault(remove_output, "cannot write .*No such file", restarts=True),
 }
 CELLS = [pytest.param(fault, marks=[pytest.mark.runs("weekly")] * (not row.ordinary)) for fault, row in FAULTS.items()]
 

@@ -43,7 +43,7 @@ def test_shipped_job(example: str, shipped_job: Callable[[], Reference]) -> None
     assert LAUNCHERS[example].has_learnt(outputs.read_metrics(shipped_job().output)[-1], tolerance=0.01)
 
 
-@pytest.mark.runs("patterns")
+@pytest.mark.runs("one")
 def test_two_jobs_at_once(
     example: str, shipped_job: Callable[[], Reference], two_process_job: Callable[[], Reference]
 ) -> None:
@@ -160,23 +160,70 @@ def test_preempted_and_killed(
     """A preempted job starts again by itself, continues, and appends to its log. SIGKILL to a worker: the job fails.
 
     Requeued, it continues, and ends with the same bits. A launcher that starts a dead worker again needs no requeue.
+    What is edited in the folder in between is not used.
     """
-    recovers = LAUNCHERS[example].job_recovers
     job = submit(lab, example, slowed(source, tmp_path / example, "2"), options=two_processes(source))
+    preempt_and_kill(job)
+    outputs.assert_same_run(job.output, two_process_job().output)
+
+
+def preempt_and_kill(job: Job) -> None:
+    """Requeue a job after its first epoch, its program edited, kill a worker after another, and see it complete."""
+    recovers = LAUNCHERS[job.name].job_recovers
     job.wait_for_epoch(1)
-    lab.requeue(job.id)
+    for file in [*job.folder.glob("*.py"), *job.folder.glob("*.json"), *job.folder.glob("common/*.py")]:
+        file.write_text("raise SystemExit('the edited program')\n")
+    job.lab.requeue(job.id)
     wait_for_progress(job, starts=2)
     assert job.shown["Restarts"] == "1"
     kill_worker(job)
     if not recovers:
         assert_failed(job)
-        lab.requeue(job.id)
+        job.lab.requeue(job.id)
     wait_for_progress(job, starts=3)
     assert job.shown["Restarts"] == str(1 + (not recovers))
     assert any(words in job.log for words in (["exitcode: -9"] if recovers else ["SIGKILL", "Killed"]))
     assert_completed(job, EPOCHS, processes=2)
-    assert job.log.count(LAUNCHERS[example].first_line) == 3
+    assert job.log.count(LAUNCHERS[job.name].first_line) == 3
+
+
+@pytest.mark.only(*HOROVOD)
+@pytest.mark.runs("weekly", "horovod_lightning", "horovod_tensorflow")
+def test_gloo_instead_of_mpi(
+    example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]
+) -> None:
+    """LAUNCH=gloo on two nodes, preempted, killed and requeued: the bits of the same processes with MPI.
+
+    Neither mpirun nor ssh is called: where run.slurm would find them, there are programs that fail and leave a file.
+    """
+    folder = slowed(source, tmp_path / example, "2")
+    for program in ("mpirun", "orted", "prted", "ssh"):
+        path = folder / "bin" / program
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f'#!/bin/sh\ntouch "{folder}/$0-was-called"\nexit 1\n')
+        path.chmod(0o755)
+    edits.edit(folder / "run.slurm", "\nchoose_launcher ", '\nPATH="$PWD/bin:$PATH"\nchoose_launcher ')
+    job = submit(lab, example, folder, options=two_processes(source), LAUNCH="gloo")
+    preempt_and_kill(job)
+    assert job.log.count("2 processes on 2 nodes, gloo on cpu, 1 thread each") == 3, job.log
+    assert not list(folder.rglob("*was-called"))
     outputs.assert_same_run(job.output, two_process_job().output)
+
+
+@pytest.mark.only(*HOROVOD)
+@pytest.mark.runs("weekly")
+def test_gloo_with_four_processes(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """Four processes with LAUNCH=gloo, on two nodes and on one, and with MPI: 1e-9 apart in fp64."""
+    words = ["--precision", "fp64", "--epochs", "2"]
+    weights = []
+    for launch, nodes in (("gloo", 2), ("gloo", 1), ("mpi", 2)):
+        folder = copy_example(source, tmp_path / f"{launch}{nodes}" / example)
+        options = (f"--nodes={nodes}", f"--ntasks-per-node={4 // nodes}")
+        job = submit(lab, example, folder, *words, options=options, LAUNCH=launch)
+        assert_completed(job, 2)
+        assert f"4 processes on {nodes} node{'s' * (nodes > 1)}, {launch} on cpu, 2 threads each" in job.log
+        weights.append(outputs.read_model(job.output))
+    assert max(outputs.largest_difference(weights[-1], others) for others in weights[:-1]) < 1e-9
 
 
 @pytest.mark.runs("weekly")

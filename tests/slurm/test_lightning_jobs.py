@@ -33,6 +33,7 @@ def test_wrong_tasks(lab: Lab, example: str, source: Path, tmp_path: Path) -> No
         assert "Traceback" not in job.log
 
 
+@pytest.mark.runs("weekly")  # ordinary on this machine: tests/test_lightning.py
 def test_in_an_allocation(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
     """`python train.py` without srun, in salloc and in a batch script, trains on its node alone; with srun on all."""
     folder = hand_over(copy_example(source, tmp_path / example))

@@ -1,17 +1,36 @@
 """What run.slurm itself promises, shown with a train.py that only waits: no torch is imported, so these are quick."""
 
+import os
 import re
+import subprocess
 import sys
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from harness import edits
-from harness.jobs import Job, all_nodes, array_of_three, by_torchrun, hand_over, header, stub, submit, wait_for_start
-from harness.launchers import LAUNCHERS, copy_example
+from harness import edits, outputs
+from harness.jobs import (
+    CPUS,
+    GPUS,
+    NODES,
+    STUB,
+    Job,
+    all_nodes,
+    array_of_three,
+    by_torchrun,
+    hand_over,
+    header,
+    on_this_machine_only,
+    stub,
+    stubs,
+    submit,
+    wait_for_start,
+)
+from harness.launchers import HOROVOD, LAUNCHERS, ROOT, copy_example
 from harness.processes import wait_until
-from lab import Lab
+from lab import Lab, why_not
 
 pytestmark = pytest.mark.slurm
 
@@ -32,21 +51,23 @@ def test_help(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
 
 @pytest.mark.runs("one")
 def test_failed_requeue(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """Where SLURM refuses the requeue the log says so, and a job that has stopped for it is not COMPLETED."""
+    """Where neither a requeue nor another job may follow the log says so; a job that has stopped for it has failed."""
     folder = stub(source, tmp_path / example)
-    job = submit(lab, example, folder, options=("--no-requeue",))
+    job = submit(lab, example, folder, options=("--no-requeue",), SUCCESSORS="0")
     wait_for_start(folder, job.id)
     lab.timelimit(job.id)
     job.wait_for_line("run.slurm: error: the requeue failed, see above")
+    assert "run.slurm: error: no further job after 0, since SUCCESSORS is 0" in job.log
     if not LAUNCHERS[example].job_recovers:  # it trains for the rest of its time
         assert job.shown["JobState"] == "RUNNING"
         (job.output / "finish").touch()
     assert job.wait().shown["JobState"] == ("FAILED" if LAUNCHERS[example].job_recovers else "COMPLETED")
 
 
+USAGE = ROOT / "jupyter" / "usage.py"
 SMI = {
     "nvidia-smi": """#!/bin/sh
-for id in $(echo "${1#--id=}" | tr , ' '); do echo "$id, 90, 30000, 300.00, 1700, 0x0000000000000004"; done
+for id in $(echo "$2" | tr , ' '); do echo "$id, 90, 30000, 300.00, 1700, 0x0000000000000004"; done
 """,
     "rocm-smi": """#!/bin/sh
 echo 'device,GPU use (%),VRAM Total Memory (B),VRAM Total Used Memory (B),Average Graphics Package Power (W)'
@@ -57,13 +78,13 @@ echo 'card1,70,68702699520,1073741824,200.0'
 
 
 def wait_for_samples(paths: list[Path]) -> None:
-    """Wait until each of these logs has had three more samples of a GPU."""
+    """Wait until each of these logs has had three more samples."""
 
-    def rows(path: Path) -> int:
-        return path.read_text().count("\n") if path.exists() else 0
+    def count(path: Path) -> int:
+        return path.read_text().count("\n\n") if path.exists() else 0
 
-    before = [rows(path) for path in paths]
-    wait_until(lambda: all(rows(path) > old + 6 for path, old in zip(paths, before, strict=True)), 60, f"{paths}")
+    before = [count(path) for path in paths]
+    wait_until(lambda: all(count(path) > old + 2 for path, old in zip(paths, before, strict=True)), 60, f"{paths}")
 
 
 @pytest.mark.runs("one")
@@ -84,23 +105,188 @@ def test_log_of_gpus(example: str, source: Path, lab: Lab, tmp_path: Path) -> No
     jobs = {name: submit(lab, example, folder, options=options, LOG_EVERY="0.2", MAKER=name) for name in SMI}
     for name, job in jobs.items():
         job.wait_for_line("started [")
-        logs[name] = [job.output / f"usage-node{number}.csv" for number in range(1, header(folder, "nodes") + 1)]
+        logs[name] = [job.output / f"usage-node{number}.txt" for number in range(1, header(folder, "nodes") + 1)]
         wait_for_samples(logs[name])
     ends, cancelled = jobs.values()
     cancelled.cancel()
     wait_for_samples(logs["nvidia-smi"])  # it goes on
     (ends.output / "finish").touch()
     assert ends.wait().shown["JobState"] == "COMPLETED" and cancelled.shown["JobState"] == "CANCELLED", ends.log
-    devices = {
-        name: [{line.split(",")[1] for line in path.read_text().splitlines()[1:]} for path in paths]
-        for name, paths in logs.items()
-    }
-    assert all(found in ({"gpu0"}, {"gpu1"}) for found in devices["nvidia-smi"]), "only the GPU that the job has"
-    assert all(found == {"gpu0", "gpu1"} for found in devices["rocm-smi"]), "all of the node"
+    gpus = {name: {} for name in SMI}
+    for name, job in jobs.items():
+        for node, device in outputs.import_file(USAGE).samples(job.output):
+            if device.startswith("gpu"):  # not the processors of this machine
+                gpus[name].setdefault(node, set()).add(device)
+    assert all(len(logs[name]) == len(gpus[name]) for name in SMI)
+    assert all(found in ({"gpu0"}, {"gpu1"}) for found in gpus["nvidia-smi"].values()), "only the GPU that the job has"
+    assert all(found == {"gpu0", "gpu1"} for found in gpus["rocm-smi"].values()), "all of the node"
     off = submit(lab, example, folder, options=options, LOG_EVERY="0", MAKER="nvidia-smi")
     off.wait_for_line("started [")
     (off.output / "finish").touch()
     assert off.wait().shown["JobState"] == "COMPLETED" and not [*off.output.glob("usage-*")], off.log
+
+
+@pytest.fixture(scope="module")
+def strict_lab(session_folder: Path) -> Iterator[Lab]:
+    """A lab whose site takes --requeue off each job, as a plugin of some sites does: `scontrol requeue` is refused."""
+    if reason := why_not():
+        pytest.skip(reason)
+    shared = on_this_machine_only(session_folder, Path(sys.prefix))
+    with Lab(NODES, CPUS, 2 * GPUS, name=f"strict{os.getpid()}", share=shared) as lab:
+        (lab.folder / "job_submit.lua").write_text(NEVER_REQUEUE)
+        with open(lab.folder / "slurm.conf", "a") as conf:  # not before the script is there: slurmctld would not start
+            conf.write("JobSubmitPlugins=lua\n")
+        lab.run(["scontrol", "reconfigure"], user="root", check=True)
+        yield lab
+
+
+NEVER_REQUEUE = """
+function slurm_job_submit(job, partitions, user) job.requeue = 0; return slurm.SUCCESS end
+function slurm_job_modify(job, record, partitions, user) return slurm.SUCCESS end
+return slurm.SUCCESS
+"""
+
+
+def next_job(lab: Lab, folder: Path, job: str, log: Path) -> str:
+    """Have a job come near its time limit where it cannot be requeued, and end; return the job that goes on."""
+    said = re.compile(rf"SLURM refuses to requeue job {job}: job (\d+) will continue it, in {log}\n")
+    starts = log.read_text().count("started [")
+    lab.timelimit(job)
+    wait_until(lambda: said.search(log.read_text()), 300, f"the successor of job {job}")
+    successor = said.search(log.read_text())[1]
+    if not LAUNCHERS[folder.name].job_recovers:  # it trains to the very end of its time
+        shown = lab.job(successor)
+        assert shown["JobState"] == "PENDING" and shown["Dependency"].startswith(f"afterany:{job}("), shown
+        lab.run(["scancel", job], check=True)
+    assert lab.wait_for_job(job)["JobState"] == ("COMPLETED" if LAUNCHERS[folder.name].job_recovers else "CANCELLED")
+    wait_until(lambda: log.read_text().count("started [") == 2 * starts, 300, f"the start of job {successor}")
+    return successor
+
+
+@pytest.mark.runs("one")
+def test_successors(strict_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
+    """Where SLURM never requeues a job submits another one near its time limit, as often in a row as SUCCESSORS says.
+
+    That has the same arguments, options, log and output folder. The other task of an array is left alone.
+    """
+    folder = stub(source, tmp_path / "my project" / example)
+    options = ("--array=3-4", "--cpus-per-task=1", "--time=90", "--mem=2G", "--job-name=other", all_nodes(source))
+    options += ("--gres=gpu:2",) * LAUNCHERS[example].gpus
+    words = ("--epochs", "7", "--text", "two words")
+    array = submit(strict_lab, example, folder, *words, options=options, SUCCESSORS="1").id
+    first, other = f"{array}_3", f"{array}_4"
+    log = folder / f"other-{strict_lab.wait_for_job(first, 'RUNNING')['JobId']}.out"
+    wait_until(lambda: log.exists() and log.read_text().count("started [") == stubs(folder), 300, "the start")
+    before = strict_lab.job(first)
+    second = f"{next_job(strict_lab, folder, first, log)}_3"
+    after = strict_lab.job(second)
+    same = ["TimeLimit", "NumNodes", "NodeList", "NumTasks", "CPUs/Task", "MinMemoryNode", "JobName", "ArrayTaskId"]
+    same += ["TresPerNode"] * LAUNCHERS[example].gpus
+    assert [after[name] for name in same] == [before[name] for name in same] and after["Requeue"] == "0"
+    started = [line for line in log.read_text().splitlines() if line.startswith("started [")]
+    assert len({*started}) == 1 and "'--epochs', '7', '--text', 'two words'" in started[0], started
+    assert f"'--output-dir', 'output/{first}'" in started[0] and strict_lab.job(other)["JobState"] == "RUNNING"
+
+    strict_lab.timelimit(second)
+    line = "run.slurm: error: no further job after 1, since SUCCESSORS is 1"
+    wait_until(lambda: line in log.read_text(), 300, "the end of the chain")
+    for task in (first, other):
+        (folder / "output" / task / "finish").touch()
+    ends = [strict_lab.wait_for_job(task)["JobState"] for task in (second, other)]
+    assert ends == ["FAILED" if LAUNCHERS[example].job_recovers else "COMPLETED", "COMPLETED"], log.read_text()
+
+
+@pytest.mark.runs("weekly")
+def test_successor_without_progress(strict_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
+    """A chain of jobs ends when one of them has saved nothing, as requeues do."""
+    folder = stub(source, tmp_path / example, STUB.replace("touch", "exists", 1))
+    job = submit(strict_lab, example, folder)
+    wait_for_start(folder, job.id)
+    second = next_job(strict_lab, folder, job.id, log := folder / f"{example}-{job.id}.out")
+    strict_lab.timelimit(second)
+    wait_until(lambda: "no new checkpoint since the last restart" in log.read_text(), 300, "the end of the chain")
+    (job.output / "finish").touch()
+    strict_lab.wait_for_job(second)
+    assert "job 3 will continue" not in log.read_text() and not strict_lab.run(["squeue", "--noheader"]).stdout
+
+
+@pytest.mark.only(*[name for name, row in LAUNCHERS.items() if not row.job_recovers])
+@pytest.mark.runs("weekly")
+def test_successor_not_needed(strict_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
+    """A job that finishes in the last minute of its time takes the one that would have continued it back."""
+    folder = stub(source, tmp_path / example)
+    job = submit(strict_lab, example, folder)
+    wait_for_start(folder, job.id)
+    strict_lab.timelimit(job.id)
+    job.wait_for_line("will continue it")
+    successor = re.search(r"job (\d+) will continue it", job.log)[1]
+    (job.output / "finish").touch()
+    assert job.wait().shown["JobState"] == "COMPLETED"
+    assert strict_lab.wait_for_job(successor)["JobState"] == "CANCELLED"
+
+
+@pytest.mark.runs("one")
+def test_program_of_its_start(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """A requeued job runs what it was submitted with, though each file is edited; a new one what is there then.
+
+    Beside the copy all is found that is beside train.py, and paths are relative to the folder as ever.
+    """
+    folder = stub(source, tmp_path / example, USES_OTHERS + STUB)
+    files = [folder / name for name in ("extra.py", "settings.json", "package/__init__.py", "package/part.py")]
+    (folder / "package").mkdir()
+    (folder / "large").mkdir()
+    (folder / "large" / "file").write_text("large")
+    for file in files:
+        file.write_text("VALUE = 1" if file.suffix == ".py" else "1")
+    git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for words in ("init --quiet", "add --all", "commit --quiet --message=first"):
+        subprocess.run([*git, *words.split()], check=True, timeout=60)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, timeout=60, capture_output=True, text=True).stdout
+    (folder / "package" / "part.py").write_text("VALUE = 1  # not committed")
+    job = submit(lab, example, folder)
+    wait_for_start(folder, job.id)
+    for file in files:
+        file.write_text("VALUE = 2" if file.suffix == ".py" else "2")
+    edits.edit(folder / "train.py", "import os, sys, time", "sys.exit('the edited program')")
+    lab.requeue(job.id)
+    wait_for_start(folder, job.id, starts=2)
+    code = f"output/{job.id}/code-{job.id}"
+    (line,) = re.findall(
+        rf"^run.slurm: running {code}, as it was submitted; edited since.*:(.*)$", job.log, re.MULTILINE
+    )
+    assert {*line.split()} == {"train.py", *(str(file.relative_to(folder)) for file in files)}
+    (job.output / "finish").touch()
+    assert job.wait().shown["JobState"] == "COMPLETED", job.log
+    commit = (folder / code / ".commit").read_text()
+    assert commit in (f"{head.strip()}-dirty\n", "")  # "": git refuses a folder that another user owns
+
+    later = submit(lab, example, folder, OUTPUT_DIR=f"output/{job.id}").wait()
+    assert later.shown["JobState"] == "FAILED" and "AssertionError" in later.log, later.log
+
+
+USES_OTHERS = """
+import json
+from pathlib import Path
+
+import extra, package
+from package import part
+
+values = [extra.VALUE, package.VALUE, part.VALUE, json.loads((Path(__file__).parent / "settings.json").read_text())]
+assert values == [1] * 4, values
+assert (Path(__file__).parent / "large" / "file").read_text() == Path("large/file").read_text() == "large"
+"""
+
+
+@pytest.mark.runs("one")
+def test_other_script(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """`SCRIPT=other.py sbatch run.slurm` runs that file in the place of train.py, with the same arguments."""
+    folder = stub(source, tmp_path / example)
+    (folder / "train.py").rename(folder / "other.py")
+    job = submit(lab, example, folder, "--epochs", "7", SCRIPT="other.py")
+    wait_for_start(folder, job.id)
+    (job.output / "finish").touch()
+    assert job.wait().shown["JobState"] == "COMPLETED", job.log
+    assert "'--epochs', '7'" in job.log and "--output-dir', 'output/" in job.log, job.log
 
 
 REFUSED = {  # what is changed in run.slurm, options of sbatch, variables, what the line says
@@ -115,6 +301,9 @@ REFUSED = {  # what is changed in run.slurm, options of sbatch, variables, what 
     ),
     "two nodes": (("^$", ""), ("--nodes=2",), {}, ["2 tasks on 2 nodes", "--nodes=1 --ntasks-per-node=1"]),
     "two tasks": (("^$", ""), ("--ntasks-per-node=2",), {}, ["4 tasks on 2 nodes", "#SBATCH --ntasks-per-node=1"]),
+    "launcher": (("^$", ""), (), {"LAUNCH": "ssh"}, ["no LAUNCH=ssh", "mpi, the default, or gloo"]),
+    "other tasks": (("^$", ""), ("--ntasks=3",), {"LAUNCH": "gloo"}, ["equally many tasks", "--ntasks-per-node"]),
+    "no server": (("RendezvousServer", "NoServer"), (), {"LAUNCH": "gloo"}, ["rendezvous server does not start"]),
     "GPUs in all": (("^$", ""), ("--gpus=2",), {}, ["--gpus-per-node", "--gpus may differ"]),
 }
 
@@ -130,8 +319,10 @@ def test_refused(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
             continue
         if fault == "GPUs in all" and (header(source, "nodes") == 1 or not LAUNCHERS[example].gpus):
             continue
+        if "LAUNCH" in variables and example not in HOROVOD:
+            continue
         folder = stub(source, tmp_path / str(number) / example)
-        for script in (folder / "run.slurm", folder / "plumbing.sh"):
+        for script in [folder / "run.slurm", *folder.glob("*.sh")]:
             script.write_text(re.sub(old, new, script.read_text(), flags=re.MULTILINE))
         jobs[fault] = submit(lab, example, folder, options=options, **variables), texts
     for fault, (job, texts) in jobs.items():

@@ -1,0 +1,230 @@
+"""benchmarks/scale.py: its formulas at their limits, beside published and measured figures, and docs/scale.md."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness import readme
+from harness.launchers import ROOT
+from harness.processes import clean_environment
+
+PAGE = ROOT / "docs" / "scale.md"
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def run(*words: str | Path, python: tuple[str, ...] = (sys.executable, "-m")) -> subprocess.CompletedProcess[str]:
+    """Run the model's command from the repository's root."""
+    command = [*python, "benchmarks.scale", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 1000])
+def test_collectives(n: int) -> None:
+    """One process exchanges nothing. A ring sends (n - 1) / n of the bytes, twice for an all-reduce, in as many steps.
+
+    Halving sends as many bytes in log2(n) steps; a tree sends all of them in each. The best is none that is slower.
+    """
+    from benchmarks.scale import collective
+
+    rounds = math.ceil(math.log2(n))
+    for kind in KINDS:
+        passes = 2 if kind == "all_reduce" else 1
+        volume, latency = (
+            {a: collective(kind, n, *figures, a) for a in ("ring", "halving", "tree", "best")}
+            for figures in ((1.0, 0, 1.0), (0, 1.0, 1.0))
+        )
+        assert volume["ring"] == volume["halving"] == pytest.approx(passes * (n - 1) / n)
+        assert (latency["ring"], latency["halving"]) == (passes * (n - 1), passes * rounds)
+        assert volume["best"] == min(volume.values()) and latency["best"] == min(latency.values())
+        if kind == "all_reduce":
+            assert volume["tree"] == latency["tree"] == 2 * rounds
+            halves = [collective(half, n, 3.0, 0.1, 2.0, "ring") for half in KINDS[1:]]
+            assert collective(kind, n, 3.0, 0.1, 2.0, "ring") == pytest.approx(sum(halves))
+
+
+def test_expected_maximum() -> None:
+    """The mean of the largest of n normal samples: exact for 1, 2 and 3, as drawn for more; of sums it is less."""
+    import numpy as np
+
+    from benchmarks.scale import expected_maximum, waiting
+
+    exact = {1: 0, 2: 1 / math.sqrt(math.pi), 3: 1.5 / math.sqrt(math.pi)}
+    assert {n: expected_maximum(n) for n in exact} == pytest.approx(exact, abs=1e-6)
+    for n in (8, 1000):
+        drawn = np.random.default_rng(n).standard_normal((20_000, n)).max(1)
+        assert expected_maximum(n) == pytest.approx(drawn.mean(), abs=5 * drawn.std() / math.sqrt(len(drawn)))
+        summed = np.random.default_rng(n).normal(1, 0.1, (2000, 4, n)).sum(1).max(1).mean() / 4
+        assert 1 + waiting(1, 0.1, n, steps=4) == pytest.approx(summed, rel=0.01)
+
+
+def walk(first: float, second: float, pieces: int) -> float:
+    """Simulate pieces that go through one stage and then another, each of which takes one at a time."""
+    done = ready = 0.0
+    for _ in range(pieces):
+        ready += first / pieces
+        done = max(done, ready) + second / pieces
+    return done
+
+
+def test_overlap() -> None:
+    """The formula is what a walk from piece to piece finds, whichever stage comes first; one piece hides nothing."""
+    from benchmarks.scale import together
+
+    for computing, moving, pieces in ((1, 3, 4), (3, 1, 4), (2, 2, 7), (1, 0, 5), (0, 1, 5), (2, 3, 1)):
+        expected = together(computing, moving, pieces)
+        assert walk(computing, moving, pieces) == walk(moving, computing, pieces) == pytest.approx(expected)
+        assert together(computing, moving, 1) == together(computing, moving, pieces, overlap=0) == computing + moving
+
+
+def test_ways() -> None:
+    """One processor only computes. FSDP moves 1.5 times DDP's bytes, local SGD a period's part, tensor parallelism
+    activations for weights; and a share of the time that nothing hides is what the model of the parts says."""
+    from benchmarks.scale import CLUSTERS, MODELS, STATES, WAYS, Step, ddp, fsdp, fsdp_tp, held, local_sgd, step
+
+    cluster = replace(CLUSTERS["h100"], processors=1, scatter=0, latency=0, latency_inside=0, fsdp_overlap=0)
+    model = MODELS["1B"]
+    for way in (ddp, local_sgd, fsdp):
+        assert way(model, 2.0, 1, cluster) == Step(2.0)
+        spread = replace(cluster, scatter=0.1)
+        assert way(model, 2.0, 4, spread).waiting > 0 == way(model, 2.0, 1, spread).waiting
+        assert way(model, 2.0, 8, cluster).efficiency > way(model, 2.0, 8, replace(cluster, bandwidth=1e9)).efficiency
+    plain = ddp(model, 0.0, 8, cluster).exchange
+    assert plain == pytest.approx(2 * 7 / 8 * model.size / cluster.bandwidth)
+    assert fsdp(model, 0.0, 8, cluster).exchange == pytest.approx(1.5 * plain)
+    assert fsdp(model, 0.0, 8, replace(cluster, whole_scatter=1)).exchange == pytest.approx(2 * plain)
+    assert local_sgd(model, 0.0, 8, cluster, 16).exchange == pytest.approx(plain / 16)
+    node = replace(cluster, processors=8)
+    inside = fsdp_tp(model, 2.0, 1, node).exchange  # on one node there are activations only
+    moved = 4 * model.layers * 2 * 7 / 8 * (8 * model.samples * model.width * 2)
+    assert inside == pytest.approx(moved / node.bandwidth_inside)
+    assert held(model, "DDP", 64) == STATES * model.weights > 8 * held(model, "FSDP", 64)
+    # On hidden exchanges, reading and saving: each is what its figure says, and no efficiency is above 1.
+    assert isinstance(found := step("1B", "FSDP", 2, cluster, save_every=100), Step)
+    written = 12 * model.weights / cluster.storage_write / 100
+    assert found.saving == pytest.approx(written * (found.seconds - found.saving))
+    slow = replace(cluster, storage_read=2 * model.samples * model.sample_bytes / 60)
+    assert isinstance(read := step("1B", "FSDP", 2, slow, math.inf), Step) and read.seconds == pytest.approx(60)
+    for name in MODELS:
+        for way in WAYS:
+            one = step(name, way, 1000, CLUSTERS["ethernet"])
+            assert isinstance(one, str) or 0 < one.efficiency < 1
+
+
+def test_models() -> None:
+    """The two small models are those of common/; the large ones have about the weights that their shape gives."""
+    from benchmarks.scale import MODELS
+    from common.models import ConvNet, TinyGPT
+
+    for name, model in (("ConvNet", ConvNet()), ("TinyGPT", TinyGPT())):
+        assert MODELS[name].weights == sum(weight.numel() for weight in model.parameters())
+    for name, weights in (("1B", 1e9), ("7B", 7e9), ("70B", 70e9)):
+        assert 12 * MODELS[name].layers * MODELS[name].width ** 2 == pytest.approx(weights, rel=0.1)
+
+
+def test_published() -> None:
+    """Table 2 of Narayanan et al. 2021 (ZeRO-3), to 15 %: two figures are fitted to two of six rows."""
+    from benchmarks.scale import ZERO_3, predicted
+
+    for row in ZERO_3:
+        assert predicted(row) == pytest.approx(row.teraflops, rel=0.15), row
+    assert {row.teraflops for row in ZERO_3} == {144, 88, 44, 138, 98, 48}
+
+
+def test_measured() -> None:
+    """What nodes of the lab have measured, to 15 %: three ways, 1, 2, 4 and 8 nodes, three bandwidths.
+
+    The exchange is a good part of what was measured, and as many bytes as the model says have left the first node.
+    """
+    from studies.scale import GROUPS, PERIOD, WEIGHTS, predicted, read
+
+    rows = read(ROOT / "studies" / "scale.csv")
+    rates = {row.rate for row in rows}
+    ways = {"DDP": 2, "FSDP": 4, "local SGD": 2 / PERIOD}  # Gloo's reduce-scatter is an all-reduce
+    assert len(rates) == 3 and len(rows) == 3 * 4 * len(ways) == len({(row.rate, row.way, row.nodes) for row in rows})
+    for row in rows:
+        assert predicted(row).seconds == pytest.approx(row.seconds, rel=0.15), row
+        volume = ways[row.way] * (row.nodes - 1) / row.nodes * 4 * WEIGHTS / 1e6
+        assert row.sent_mb == pytest.approx(volume, rel=0.1, abs=0.01), row
+        if row.nodes == 8 and row.way != "local SGD":
+            assert row.seconds > 1.5 * row.computing
+    assert GROUPS > 1
+
+
+def test_page() -> None:
+    """The page's tables are what its commands print, and the measured rows beside the model."""
+    from benchmarks import report
+    from studies.scale import cells, read
+
+    page = PAGE.read_text()
+    commands = [
+        command.split()[3:] for block in readme.blocks(PAGE) for command in block if "benchmarks.scale" in command
+    ]
+    shown = [words for words in commands if "--measure" not in words and "here.json" not in words]
+    assert len(shown) == 4
+    for words in shown:
+        done = run(*words)
+        assert done.returncode == 0 and done.stdout.count("\n") > 4, done.stderr
+        assert done.stdout in page, f"write it anew:\n{done.stdout}"
+    measured = report.table(cells(read(ROOT / "studies" / "scale.csv")))
+    assert measured in page, f"write it anew:\n{measured}"
+
+
+def test_startup() -> None:
+    """The page's table of starts is that of the committed rows; a trace is counted as strace writes it."""
+    from benchmarks import report
+    from studies.startup import WAYS, cells, count, read
+
+    rows = read(ROOT / "studies" / "startup.csv")
+    table = report.table(cells(rows))
+    assert table in PAGE.read_text(), f"write it anew:\n{table}"
+    one = {row.way: row for row in rows if row.nodes == 1}
+    assert list(one) == list(WAYS)
+    assert one["image"].requests < one["venv"].requests / 3 and one["image"].seconds < one["venv"].seconds
+    assert one["no .pyc"].seconds > one["venv"].seconds
+    lines = (
+        '12 newfstatat(AT_FDCWD</work>, "/env/lib/a.py", {st_mode=S_IFREG, ...}, 0) = 0\n'
+        '12 newfstatat(AT_FDCWD</work>, "/env/lib/b.so", 0x7ffe, 0) = -1 ENOENT (No such file or directory)\n'
+        '12 openat(AT_FDCWD</work>, "/environment/c.py", O_RDONLY) = 3\n'
+        'read(3</env/lib/a.py>, "import"..., 4096) = 6\n'
+        "13 mmap(NULL, 8192, PROT_READ, MAP_PRIVATE, 4</env/lib/d.so>, 0) = 0x7f00\n"
+        "13 +++ exited with 0 +++\n"
+    )
+    expected = {"newfstatat": 2, "newfstatat, not found": 1, "read": 1, "bytes read": 6, "mmap": 1}
+    assert count(lines, Path("/env")) == expected
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    """Each is refused with one line that says what is wrong."""
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text('{"processors": 8}')
+    for words, message in (
+        (["--cluster", "none.json"], "none.json: No such file or directory; or take one of h100, ethernet"),
+        (["--cluster", wrong], "must be a JSON object with the figures processors flops memory latency_inside"),
+        (["--nodes", "0"], "--nodes: must be a whole number, 1 or more: 0"),
+        (["--bandwidth", "0"], "--bandwidth: must be above 0"),
+        (["--scatter", "-1"], "--scatter: "),
+        (["--measure", tmp_path / "here.json"], "start it with torchrun --nproc-per-node=2 -m benchmarks.scale"),
+    ):
+        done = run(*words)
+        assert done.returncode == 2 and done.stderr.count("error:") == 1 and message in done.stderr, done.stderr
+    assert list(tmp_path.iterdir()) == [wrong]
+
+
+@pytest.mark.runs("weekly")
+def test_own_figures(tmp_path: Path) -> None:
+    """Two processes measure themselves and the link between them; the model takes the file that they write."""
+    file = tmp_path / "here.json"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+    done = run("--measure", file, python=torchrun)
+    assert done.returncode == 0 and "measured on 1 node(s); assumed: storage_read, " in done.stdout, done.stderr
+    found = json.loads(file.read_text())
+    assert found["processors"] == 2 and set(found["steps"]) == {"ConvNet", "TinyGPT"}
+    assert 0 < found["latency_inside"] < 0.01 < 1 < found["bandwidth_inside"] and 0 < found["scatter"] < 3
+    rows = [line.split(" | ") for line in run("--cluster", file, "--nodes", "1", "2").stdout.splitlines()]
+    (convnet,) = (row for row in rows if row[:2] == ["| ConvNet", "DDP"])
+    assert all(0 < float(cell.strip(" |")) < 1 for cell in convnet[2:]), rows

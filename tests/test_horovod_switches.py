@@ -1,0 +1,72 @@
+"""docs/horovod.md: each of Horovod's switches that it offers, run as it stands, with horovod_cpu."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from harness import edits, outputs, readme, runs
+from harness.launchers import MPI_AS_ROOT, ROOT, SECOND_LAUNCHERS
+from harness.runs import Reference
+
+pytestmark = [pytest.mark.only("horovod_cpu"), pytest.mark.runs("weekly")]
+PAGE = ROOT / "docs" / "horovod.md"
+
+
+def run_command(folder: Path, word: str) -> runs.Run:
+    """Run the page's one command that has this word."""
+    (command,) = (command for block in readme.blocks(PAGE) for command in block if word in command)
+    run = runs.Run(["bash", "-ec", command], folder).wait(500)
+    assert run.status == 0, run.stderr
+    return run
+
+
+def apply_recipe(folder: Path, word: str) -> None:
+    """Apply the page's one diff that has this word to train.py."""
+    (text,) = (text for text in readme.fences(PAGE, "diff") if word in text)
+    edits.apply_diff(folder / "train.py", text)
+
+
+def test_timeline(example: str, folder: Path) -> None:
+    """The trace is JSON, and has an all-reduce of each gradient in each step, which begins and ends."""
+    run_command(folder, "HOROVOD_TIMELINE")
+    assert_trace(folder / "timeline.json", steps=1438 // 2 // 64)
+
+
+def assert_trace(path: Path, steps: int) -> None:
+    """Check that a trace has an all-reduce of each of the ConvNet's eight gradients in each step."""
+    events = json.loads(path.read_text())
+    named = [event for event in events if event.get("name") == "process_name" and "name" in event["args"]]
+    gradients = [event["pid"] for event in named if re.match(r"allreduce\.(conv|fc)", event["args"]["name"])]
+    assert len(gradients) == 8, named
+    for tensor in gradients:
+        phases = [(event["ph"], event.get("name")) for event in events if event["pid"] == tensor]
+        assert phases.count(("B", "GLOO_ALLREDUCE")) == steps
+        assert sum(phase == "B" for phase, _ in phases) == sum(phase == "E" for phase, _ in phases)
+
+
+def test_adasum(example: str, folder: Path, reference: Reference) -> None:
+    """Over MPI it learns the digits, to other weights than by averaging; over Gloo it says that there is none."""
+    apply_recipe(folder, "hvd.Adasum")
+    command = SECOND_LAUNCHERS[example].command(2)
+    run = runs.Run(command, folder).wait()
+    assert run.status == 0, run.stderr
+    assert outputs.read_metrics(folder / "output")[-1]["test_accuracy"] > 0.95
+    weights, averaged = (outputs.read_model(output) for output in (folder / "output", reference.output))
+    assert outputs.largest_difference(weights, averaged) > 1e-4
+    run = runs.start(example, folder, 2, "--output-dir", "output/gloo").wait()
+    assert run.status != 0 and "No Adasum operation enabled" in run.stderr
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun --gloo -np 4", "mpirun --oversubscribe -np 4"])
+def test_process_sets(example: str, folder: Path, launcher: str) -> None:
+    """Two pairs of four processes sum on their own, over Gloo and over MPI."""
+    (script,) = readme.fences(PAGE, "python")
+    assert "horovodrun --gloo -np 4 python pairs.py" in script
+    (folder / "pairs.py").write_text(script)
+    run = runs.Run([*launcher.split(), "python", "pairs.py"], folder, MPI_AS_ROOT).wait()
+    assert run.status == 0, run.stderr
+    for rank in range(4):
+        line = f"rank {rank} is number {rank // 2} of 2, whose sum is {2 if rank % 2 == 0 else 4}"
+        assert run.stdout.count(line) == 1, run.stdout
