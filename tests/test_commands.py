@@ -71,7 +71,7 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
     "jupyter/README.md": {
         "VENV=../examples/ddp_spawn/.venv sbatch run.slurm": NOTEBOOKS + "test_only_for_its_owner",
         "cat jupyter-*.out": NOTEBOOKS + "test_only_for_its_owner",
-        "python usage.py ../examples/ddp_spawn/output/1234": "test_results.py::test_what_a_run_has_used",
+        "python usage.py ~/project/output/1234": "test_results.py::test_what_a_run_has_used",
         "apptainer exec example.sif python3 -m venv --system-site-packages .venv": (
             "slurm/test_containers.py::test_notebook"
         ),

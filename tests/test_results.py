@@ -222,9 +222,10 @@ def test_resumed_and_profiled(example: str, results: ModuleType, folder: Path, r
 @pytest.mark.runs("one")
 def test_what_a_run_has_used(example: str, finished: Path) -> None:
     """usage.py prints one line for this machine: its figures are the sums of what both processes have written."""
-    run = runs.Run(["python", str(NOTEBOOK.with_name("usage.py")), "output"], finished).wait()
+    output = (finished / "output").rename(finished / "1234")
+    run = runs.Run(["python", str(NOTEBOOK.with_name("usage.py")), "1234"], finished).wait()
     head, line = run.stdout.splitlines()
-    used = outputs.read_run(finished / "output")["stops"][-1]["used"]
+    used = outputs.read_run(output)["stops"][-1]["used"]
     _, host, processes, time, cores, memory, gpu, read = re.split("  +", line)
     assert head.startswith("until  ") and (host, processes, gpu) == (used[0]["host"], "2", "0")
     assert int(memory) == sum(one["mb"] for one in used) and int(read) == sum(one["read_mb"] for one in used)
