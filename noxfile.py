@@ -194,9 +194,10 @@ def own_environment(session: nox.Session, example: str) -> Path:
     source = ROOT / "examples" / example
     if not (folder / "made").exists():
         session.run("python", "-m", "venv", "--clear", str(folder))
-        path = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "VIRTUAL_ENV": str(folder)}
-        session.run(f"{folder}/bin/pip", "install", "-q", "-r", f"{source}/requirements.txt", env=path, external=True)
-        session.run("bash", f"{source}/install.sh", env=path, external=True)
+        session.run(f"{folder}/bin/pip", "install", "-q", "-r", f"{source}/requirements.txt", external=True)
+        # By `env`, since nox puts the session's own environment before a PATH that it is given.
+        path = (f"PATH={folder}/bin:{os.environ['PATH']}", f"VIRTUAL_ENV={folder}")
+        session.run("env", *path, "bash", f"{source}/install.sh", external=True)
         (folder / "made").touch()
     return folder
 

@@ -62,6 +62,7 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         "horovodrun --gloo -np 2 python train.py --epochs 1 --output-dir output/timeline": (
             "test_horovod_switches.py::test_timeline"
         ),
+        "viewer/bin/tensorboard --logdir output/profile": "test_horovod_tensorflow.py::test_profile_in_tensorboard",
     },
     "preflight/README.md": {
         "VENV=~/project/.venv sbatch run.slurm": PREFLIGHT + "healthy",

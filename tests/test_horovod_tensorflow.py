@@ -1,7 +1,11 @@
 """What only horovod_tensorflow promises: its data, its order of samples, bf16, and what model.fit does."""
 
+import gzip
 import hashlib
+import json
 import re
+import urllib.parse
+import urllib.request
 from pathlib import Path
 from types import ModuleType
 
@@ -10,7 +14,9 @@ import pytest
 import torch
 
 from common import data
-from harness import edits, outputs, runs, samples
+from harness import edits, outputs, readme, runs, samples
+from harness.launchers import ROOT
+from harness.processes import wait_until
 from harness.runs import Reference
 
 pytestmark = pytest.mark.only("horovod_tensorflow")
@@ -158,3 +164,36 @@ def test_model_fit(example: str, folder: Path, tmp_path: Path) -> None:
         accuracies = re.findall(r"test acc ([\d.]+)%", run.stdout)
         assert len(accuracies) == 2 and len(set(accuracies)) == 1 and float(accuracies[0]) > 85
         assert run.stdout.count(f"difference {difference}") == 2, run.stdout
+
+
+PAGE = ROOT / "docs" / "horovod.md"
+
+
+def get(address: str, **query: str) -> bytes:
+    """Return what a server on loopback answers."""
+    with urllib.request.urlopen(f"{address}?{urllib.parse.urlencode(query)}", timeout=120) as answer:
+        content = answer.read()
+    return gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
+
+
+@pytest.mark.runs("weekly")
+def test_profile_in_tensorboard(example: str, folder: Path) -> None:
+    """The recipe of docs/horovod.md, and its viewer: TensorBoard has the convolutions and all-reduces of an epoch."""
+    (recipe,) = (text for text in readme.fences(PAGE, "diff") if "tf.profiler" in text)
+    edits.apply_diff(folder / "train.py", recipe)
+    runs.train(example, folder, 2, "--epochs", 2)
+    (commands,) = (list(block) for block in readme.blocks(PAGE) if any("--logdir" in line for line in block))
+    install, show = commands
+    done = runs.Run(["bash", "-ec", install], folder).wait(400)
+    assert done.status == 0, done.stderr
+    viewer = runs.Run(["bash", "-ec", f"exec {show} --port 0 2>&1"], folder)
+    address = re.search(r"http://localhost:\d+/", viewer.read_until("http://localhost:"))[0] + "data/plugin/profile"
+    wait_until(lambda: json.loads(get(f"{address}/runs")), 120, "the profile in TensorBoard")
+    (run,) = json.loads(get(f"{address}/runs"))
+    found = {}
+    for tool in json.loads(get(f"{address}/run_tools", run=run)):
+        (host, *_) = json.loads(get(f"{address}/hosts", run=run, tag=tool))
+        found[tool] = get(f"{address}/data", run=run, tag=tool, host=host["hostname"])
+    viewer.end()
+    for word in (b"Conv2D", b"HorovodAllreduce"):
+        assert any(word in content for content in found.values()), {tool: len(found[tool]) for tool in found}

@@ -249,7 +249,7 @@ def main(args):
     # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
     model = build_model(args, mesh, device)
     args.parameters = sum(weight.numel() for weight in model.parameters())  # fsdp: of all processes together
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, foreach=True)  # all shards in one call, as on GPUs
     progress = resume(args, model, optimizer, device)
 
     # Train.

@@ -9,9 +9,9 @@ choose_launcher() {              # with LAUNCH=gloo: start the server, and set m
         fail "LAUNCH=gloo needs equally many tasks on each node: set #SBATCH --ntasks-per-node, and no --ntasks"
     export mpi=none
     meet_at_this_node
-    code="import sys; from horovod.runner.http.http_server import RendezvousServer
+    local server_code="import sys; from horovod.runner.http.http_server import RendezvousServer
 print(RendezvousServer().start(), flush=True); sys.stdin.read()"
-    coproc server { in_image python -c "$code"; }  # its input is this script's: it ends with that
+    coproc server { in_image python -c "$server_code"; }  # its input is this script's: it ends with that
     export HOROVOD_GLOO_RENDEZVOUS_ADDR="$MASTER_ADDR" HOROVOD_GLOO_RENDEZVOUS_PORT
     read -r HOROVOD_GLOO_RENDEZVOUS_PORT <&"${server[0]}" ||
         fail "Horovod's rendezvous server does not start, see above: LAUNCH=gloo needs it"

@@ -1,14 +1,18 @@
-"""`python -m studies.scale`, which docs/scale.md cites: two nodes, one rate, one round."""
+"""What docs/scale.md cites and recommends: its study on two nodes, and the environment that sbcast brings to them."""
 
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
-from harness.launchers import ROOT
+from harness import edits, outputs, readme
+from harness.jobs import assert_completed, submit, two_processes
+from harness.launchers import ROOT, copy_example
 from harness.processes import clean_environment
-from lab import why_not
+from lab import Lab, why_not
 
 pytestmark = [
     pytest.mark.slurm,
@@ -38,6 +42,33 @@ def test_scale(example: str, tmp_path: Path) -> None:
         assert row.seconds > 0.8 * COMPUTING and row.scatter > 0
         assert 0 < row.latency < 1 and row.bandwidth < 50e6 / 8
     assert (tmp_path / "scale.md").read_text().partition("\n\n")[2] in done.stdout
+
+
+def test_archive_on_each_node(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """The page's recipe: each node trains with the environment that sbcast brought to its own disk, and removes it.
+
+    The environment is a venv that finds the tests' packages by a .pth file, so that no gigabytes are copied.
+    """
+    folder = copy_example(source, tmp_path / example)
+    (diff,) = readme.fences(ROOT / "docs" / "scale.md", "diff")
+    edits.apply_diff(folder / "run.slurm", diff)
+    venv = tmp_path / "venv"
+    base = Path(sys.executable).resolve()
+    subprocess.run([base, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
+    (site,) = venv.glob("lib/python3*/site-packages")
+    (site / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    subprocess.run(["tar", "-C", venv, "-cf", folder / "venv.tar", "."], check=True, timeout=60)
+    shutil.rmtree(venv)
+    note = "print('uses', __import__('socket').gethostname(), __import__('sys').prefix)\n"
+    edits.edit(folder / "train.py", "\nimport torch\n", f"\nimport torch\n{note}")
+    job = submit(lab, example, folder, options=two_processes(source))
+    assert_completed(job, 5, processes=2)
+    used = {tuple(line.split()[-2:]) for line in job.log.splitlines() if "uses node" in line}
+    assert used == {(node, f"/tmp/venv-{job.id}") for node in lab.nodes}, job.log
+    for node in lab.nodes:
+        left = lab.run(["sh", "-c", f"ls -d /tmp/venv-{job.id}*"], node=node)
+        assert left.returncode != 0 and not left.stdout, left.stdout
+    assert outputs.read_metrics(job.output)[-1]["test_accuracy"] > 0.9
 
 
 def test_bad_input(example: str, tmp_path: Path) -> None:
