@@ -158,5 +158,6 @@ def assert_recorded(output: Path) -> None:
     last = run["stops"][-1]
     assert sorted(ranks) == [0, 1] and last["reason"].startswith("finished") and last["step"] > 0
     assert len(last["used"]) == 2 and all(used["core_seconds"] > 0 and used["mb"] > 100 for used in last["used"])
+    assert all(used["seconds"] > used["waited"] and used["cores"] > 0 <= used["read_mb"] for used in last["used"]), last
     seconds = last["time"] - run["starts"][0]["time"]
     assert all(0 < used["waited"] + used["waited_for_core"] < seconds + 1 for used in last["used"]), last["used"]

@@ -3,9 +3,9 @@
 A run is a folder with metrics.csv: its figures, epoch by epoch. run.json beside it has what the run was: its settings,
 starts and stops, and the profile if there is one. Without it, only what metrics.csv says is shown.
 
-Only NumPy and matplotlib are imported here. What needs the model imports PyTorch or Keras when it is called, because
-the environment of each example has its own packages only. It also imports the Python files that lie beside the run's
-train.py, wherever below FOLDER that is: only for runs that you trust.
+Only NumPy, matplotlib and usage.py are imported here. What needs the model imports PyTorch or Keras when it is called,
+because the environment of each example has its own packages only. It also imports the Python files that lie beside the
+run's train.py, wherever below FOLDER that is: only for runs that you trust.
 """
 
 import contextlib
@@ -31,6 +31,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
+
+import usage
 
 COLUMNS = ("epoch", "train_loss", "test_loss", "seconds", "world_size")  # what every example's metrics.csv has
 # The third kind of column differs, and says what was learnt. By its name: the title of its axis, and a factor.
@@ -211,6 +213,14 @@ def comparison(runs: Sequence[Run]) -> Text:
     return _table(head, rows)
 
 
+def used(run: Run) -> Text:
+    """Return a table of what each node has used, or a sentence if that is not known."""
+    if not run.facts:
+        return Text(f"{run.name} has no run.json.")
+    rows = usage.nodes(run.facts)
+    return _table(usage.HEAD, rows) if rows else Text(f"{run.name} has not ended by itself yet: see `sacct -D`.")
+
+
 def _best(run: Run) -> str:
     """Return the highest accuracy, or the lowest perplexity or test loss, with the first epoch that had it."""
     if run.quality == "test_accuracy":
@@ -353,6 +363,38 @@ def profile_shares(runs: Sequence[Run]) -> Figure | Text:
     axes.invert_yaxis()  # the first run at the top
     axes.set_xlim(0, 100)
     axes.set_xlabel("share of a step's time (%)")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    return _finish(figure)
+
+
+PANELS = {"busy": "busy (%)", "memory_mb": "memory (MB)", "watts": "power (W)", "mhz": "clock (MHz)"}
+
+
+def devices(run: Run) -> Figure | Text:
+    """Return a figure of what GPUs and processors did, or a sentence if run.slurm has logged nothing.
+
+    The time is in minutes since the first sample. A cross marks where a GPU was slower than it could be.
+    """
+    found, energy = usage.samples(run.folder), sum(float(row[-1]) for row in usage.devices(run.folder))
+    if not found:
+        return Text(f"{run.name} has no log of GPUs or processors: its job had none that say what they do.")
+    first = min(one["time"] for those in found.values() for one in those)
+    figure, rows = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True, layout="constrained")
+    for axes, (name, title) in zip(rows.flat, PANELS.items(), strict=True):
+        for number, ((node, device), those) in enumerate(found.items()):
+            known = [one for one in those if one[name] is not None]
+            minutes, values = ([one[key] for one in known] for key in ("time", name))
+            minutes = [(time - first) / 60 for time in minutes]
+            label = f"{node} {device}" if name == "watts" else None  # the one that all of them have
+            axes.plot(minutes, values, color=f"C{number % 10}", label=label, gid=name)
+            slow = [i for i, one in enumerate(known) if one["slowed"]]
+            axes.plot([minutes[i] for i in slow], [values[i] for i in slow], "x", color="black", gid=f"{name} slowed")
+        axes.set_ylabel(title)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    for axes in rows[1]:
+        axes.set_xlabel("minutes")
+    figure.suptitle(f"{run.name}: {energy:.1f} Wh")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return _finish(figure)
 

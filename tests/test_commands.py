@@ -72,6 +72,7 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
     "jupyter/README.md": {
         "VENV=../examples/ddp_spawn/.venv sbatch run.slurm": NOTEBOOKS + "test_only_for_its_owner",
         "cat jupyter-*.out": NOTEBOOKS + "test_only_for_its_owner",
+        "python usage.py ~/project/output/1234": "test_results.py::test_what_a_run_has_used",
         "apptainer exec example.sif python3 -m venv --system-site-packages .venv": (
             "slurm/test_containers.py::test_notebook"
         ),
@@ -85,7 +86,8 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         'pytest -m "repo and not weekly" tests/test_commands.py tests/repo/test_{repository,form,pictures}.py': ADDING,
         "uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate "
         '--no-emit-package setuptools --no-emit-package wheel --custom-compile-command "see CONTRIBUTING.md, Pins" '
-        "--output-file tests/constraints.txt examples/*/requirements.txt tests/requirements.txt": PINS,
+        "--output-file tests/constraints.txt examples/*/requirements.txt tests/requirements.txt "
+        "benchmarks/requirements-peers.txt": PINS,
     },
     "examples/deepspeed/README.md": {
         "deepspeed --num_gpus 2 --master_port 29501 train.py --deepspeed --deepspeed_config ds_config.json "

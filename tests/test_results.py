@@ -6,6 +6,8 @@ import importlib
 import io
 import json
 import math
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -129,11 +131,13 @@ def test_notebook(example: str, finished: Path, tmp_path: Path) -> None:
     wrong = [output for cell in cells for output in cell.outputs if output.output_type == "error" or "name" in output]
     assert not [output for output in wrong if output.get("name") != "stdout"], wrong
     shown = [len(pictures(cell)) for cell in cells]
-    assert shown == ([0, 0, 1, 1, 0, 0, 1, 1, 0] if images else [0, 0, 1, 1, 0, 0, 0, 0]), shown
+    assert shown == ([0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 0] if images else [0, 0, 1, 1, 0, 0, 0, 0, 0, 0]), shown
     row = outputs.read_metrics(finished / "output")[-1]
     text = texts(cells)
     assert f"| {row['test_loss']:.4f} |" in text and "`--profile`" in text and "| yes |" in text
     assert ("no image run" in text) == (not images)
+    node = rf"\| {os.uname().nodename} \| 2 \| \d:\d\d:\d\d \| \d+\.\d of \d+ \| \d+ \| 0 \| \d+ \|"
+    assert re.search(node, text), text
     if images:
         ((output,),) = [cell.outputs for cell in cells[-1:]]
         check_predictions(json.loads(output.text), row)
@@ -213,6 +217,74 @@ def test_resumed_and_profiled(example: str, results: ModuleType, folder: Path, r
     assert [row.split(" | ")[1] for row in results.show(both).splitlines()[2:]] == [run.name for run in both]
     last = both[1].rows[-1]
     assert f"| 5 | 2 | {last['train_loss']:.4f} | {last['test_loss']:.4f} | accuracy 97." in results.comparison(both)
+
+
+@pytest.mark.runs("one")
+def test_what_a_run_has_used(example: str, finished: Path) -> None:
+    """usage.py prints one line for this machine: its figures are the sums of what both processes have written."""
+    output = (finished / "output").rename(finished / "1234")
+    run = runs.Run(["python", str(NOTEBOOK.with_name("usage.py")), "1234"], finished).wait()
+    head, line = run.stdout.splitlines()
+    used = outputs.read_run(output)["stops"][-1]["used"]
+    _, host, processes, time, cores, memory, gpu, read = re.split("  +", line)
+    assert head.startswith("until  ") and (host, processes, gpu) == (used[0]["host"], "2", "0")
+    assert int(memory) == sum(one["mb"] for one in used) and int(read) == sum(one["read_mb"] for one in used)
+    hours, minutes, seconds = map(int, time.split(":"))
+    longest = max(one["seconds"] for one in used)
+    assert abs(hours * 3600 + minutes * 60 + seconds - longest) <= 0.5
+    mean, given = map(float, cores.split(" of "))
+    assert abs(mean - sum(one["core_seconds"] for one in used) / longest) < 0.06 and 0 < mean <= given + 0.1
+
+
+READ = """
+import plumbing
+plumbing.rank = plumbing.disconnect = lambda: 0
+plumbing.gather, plumbing.end = lambda value: [value], lambda status: None
+plumbing.record = lambda args, progress, what, facts: print("MB:", facts["used"][0]["read_mb"])
+plumbing.finish(None, None, "begins")
+with open("large", "rb") as file:
+    while file.read(1 << 20):
+        pass
+plumbing.finish(None, None, "ends")
+"""
+
+
+@pytest.mark.runs("one")
+def test_what_is_read(example: str, folder: Path) -> None:
+    """What a process reads from files is counted, also if that was in memory already."""
+    (folder / "large").write_bytes(bytes(40 << 20))
+    run = runs.Run(["python", "-c", READ], folder).wait()
+    before, after = map(int, re.findall(r"^MB: (\d+)$", run.stdout, re.MULTILINE))
+    assert 40 <= after - before <= 42 and run.status == 0, run.stderr
+
+
+LOG = """
+1800000000.00 1234.0
+0, 90, 30000, 300.00, 1700, 0x0000000000000001
+1000000,262143328850,package-0
+
+1800000060.00 1234.0
+0, 50, 30000, 240.00, 1500, 0x0000000000000040
+7201000000,262143328850,package-0
+
+1800000120.00 1234.0
+0, 100, 300"""
+
+
+@pytest.mark.only("ddp_spawn")
+def test_devices(example: str, results: ModuleType, finished: Path) -> None:
+    """The curves are the samples in the log, in minutes, and the energy is that of all devices together."""
+    (run,) = results.find_runs(finished)
+    assert "has no log" in results.devices(run)
+    (finished / "output" / "usage-node1.txt").write_text(LOG)  # the last line is cut off, as by a kill
+    figure = results.devices(run)
+    assert figure.get_suptitle() == f"{run.name}: 6.0 Wh"  # a minute at 240 W and 120 W
+    expected = {"busy": [90, 50], "memory_mb": [30000, 30000], "watts": [300, 240], "mhz": [1700, 1500]}
+    for name, values in expected.items():
+        others = [120.0] if name == "watts" else []
+        assert drawn(figure, name) == [values, others] and drawn(figure, f"{name} slowed") == [values[1:], []]
+    assert [list(line.get_xdata()) for line in figure.axes[2].lines if line.get_gid() == "watts"] == [[0, 1], [1]]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["node1 gpu0", "node1 cpu0"]
 
 
 @pytest.mark.only("ddp_spawn")

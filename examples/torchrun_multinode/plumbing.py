@@ -290,9 +290,13 @@ def stop(args, progress):
 
 def finish(args, progress, message):
     """Wait for all processes, print the message and the memory that was used, disconnect, and end this process."""
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    used = {"host": os.uname().nodename, "core_seconds": sum(os.times()[:4]), "mb": round(memory)} | hangs.waits()
-    used = gather(used | {"gpu_mb": torch.cuda.max_memory_allocated() >> 20})  # waits: rank 0 may still be writing
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    cores = int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
+    used = {"host": os.uname().nodename, "seconds": time.clock_gettime(time.CLOCK_BOOTTIME) - began, "cores": cores}
+    used |= {"core_seconds": sum(os.times()[:4]), "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10}
+    with contextlib.suppress(OSError):  # what it has read from files, also from memory; not every kernel counts that
+        used["read_mb"] = int(Path("/proc/self/io").read_text().split()[1]) >> 20
+    used = gather(used | hangs.waits() | {"gpu_mb": torch.cuda.max_memory_allocated() >> 20})  # waits: rank 0 may write
     if rank() == 0:
         record(args, progress, "stops", {"reason": message, "used": used})
         memory, gpu = (max(process[name] for process in used) for name in ("mb", "gpu_mb"))

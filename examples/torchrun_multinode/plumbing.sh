@@ -24,7 +24,7 @@ prepare() {                      # find the environment, which must have the mod
     trap show_stacks USR2        # scancel --signal=USR2 --batch JOBID
     job="$SLURM_JOB_ID"
     [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"  # not the whole array
-    output="${OUTPUT_DIR:-output/$job}"  # to continue job 1234: OUTPUT_DIR=output/1234 sbatch run.slurm
+    export output="${OUTPUT_DIR:-output/$job}"  # to continue job 1234: OUTPUT_DIR=output/1234 sbatch run.slurm
     mkdir -p "$output"
     touch "$output/started"
     keep_program                 # in $code
@@ -63,6 +63,23 @@ meet_at_this_node() {            # by its address on the way to the second: its 
 choose_interface() {             # Gloo would look its host's name up, which may fail
     address="$(own_address "$MASTER_ADDR")"
     export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$(ip -4 -o address show to "$address" | awk '{ print $2 }')}"
+}
+
+log_usage() {                    # until the job ends: what GPUs and processors of this node say, for jupyter/usage.py
+    [[ "${LOG_EVERY:=10}" != 0 && "${SLURM_LOCALID:-0}" -eq 0 ]] || return 0
+    (trap "" USR1 USR2 TERM      # it ends at once if none says anything; lines with another beginning are errors
+    while said="$(ask_devices | grep '^[0-9cd]')"; [[ "${first:=$said}" ]]; do
+        date "+%n%s.%2N $SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}%n${said//%/%%}" >>"$output/usage-$(uname -n).txt"
+        sleep "$LOG_EVERY"
+    done) </dev/null &>/dev/null &
+}
+
+ask_devices() {                  # GPUs of NVIDIA, else AMD, and the energy of processors, where users may read that
+    [[ "${SLURM_GPUS_ON_NODE:-0}" -eq 0 ]] || for why in event throttle; do  # the second: drivers before 535
+        timeout -s 9 30 nvidia-smi ${CUDA_VISIBLE_DEVICES:+-i "$CUDA_VISIBLE_DEVICES"} --format=csv,noheader,nounits \
+            --query-gpu="index,utilization.gpu,memory.used,power.draw,clocks.sm,clocks_${why}_reasons.active" && break
+    done || timeout -s 9 30 rocm-smi --showuse --showmeminfo vram --showpower --showclocks --csv
+    for zone in /sys/class/powercap/intel-rapl:*/; do paste -d, "$zone"{energy_uj,max_energy_range_uj,name}; done
 }
 
 show_stacks() {                  # have all Python processes of the job print their stacks; SLURM 20.11 and newer

@@ -621,6 +621,9 @@ def test_domain_and_names(name: str, tmp_path: Path) -> None:
         assert lab.run(["getent", "hosts", "node1"], node="node1", cwd="/").returncode == 0
 
 
+READMES = sorted(ROOT.glob("examples/*/README.md"))
+
+
 def no_accounting() -> str:
     """Return why there can be no accounting on this machine, or nothing."""
     try:
@@ -633,8 +636,12 @@ def no_accounting() -> str:
 @pytest.mark.runs("weekly")
 @pytest.mark.skipif(bool(no_accounting()), reason=no_accounting())
 def test_accounting(name: str, tmp_path: Path) -> None:
-    """`sacct` shows the last slice of a requeued job, `sacct -D` both; so does `seff`, where there is one."""
-    with Lab(name=name, share=on_this_machine_only(tmp_path), accounting=True) as lab:
+    """`sacct` shows the last slice of a requeued job, `sacct -D` both; so does `seff`, where there is one.
+
+    The READMEs' command shows state, time, memory and exit status.
+    """
+    share = on_this_machine_only(tmp_path, Path(sys.prefix))
+    with Lab(name=name, share=share, accounting=True) as lab:
         script = '[[ "$SLURM_RESTART_COUNT" ]] || exec sleep 1000; srun true'
         job = submit(lab, script, tmp_path, "--requeue", "--output=/dev/null")
         lab.wait_for_job(job, "RUNNING")
@@ -649,7 +656,33 @@ def test_accounting(name: str, tmp_path: Path) -> None:
         assert states("--duplicates") == ["lab|REQUEUED", "lab|COMPLETED"]
         if shutil.which("seff"):  # part of SLURM's sources that Debian does not package
             assert "State: COMPLETED" in lab.run(["seff", job], cwd="/", check=True).stdout
+
+        # The line of the examples' READMEs. SLURM asks a step for its memory every few seconds only.
+        (line,) = {line for path in READMES for line in re.findall(r"^    (sacct -D .*?) +#", path.read_text(), re.M)}
+        end = tmp_path / "end"
+        hold = f"import os, time; kept = b'x' * (200 << 20)\nwhile not os.path.exists('{end}'): time.sleep(0.1)"
+        failing = submit(lab, f'srun {sys.executable} -c "{hold}"; exit 3', tmp_path, "--output=/dev/null")
+        lab.wait_for_job(failing, "RUNNING")
+        ask = ["sstat", "--noheader", "--format=MaxRSS", f"--jobs={failing}.0"]
+        wait_until(lambda: memory(lab.run(ask, cwd="/").stdout) > 200 << 10, 60, "the step's memory", pause=1)
+        end.touch()
+        assert lab.wait_for_job(failing)["JobState"] == "FAILED"
+        words = line.replace("JOBID ", f"{failing} ", 1).split()
+
+        def rows() -> dict[str, list[str]]:
+            shown = lab.run([*words, "--noheader", "--parsable2"], cwd="/", check=True).stdout
+            return {cells[0]: cells[1:] for cells in (row.split("|") for row in shown.splitlines())}
+
+        wait_until(lambda: rows().get(failing, [""])[0] == "FAILED", 30, "the end of the job in the database")
+        (state, elapsed, _, status), step = rows()[failing], rows()[f"{failing}.0"]
+        assert (state, status) == ("FAILED", "3:0") and re.fullmatch(r"\d\d:\d\d:\d\d", elapsed)
+        assert step[0] == "COMPLETED" and memory(step[2]) > 200 << 10 and step[3] == "0:0"
     assert not traces(name)
+
+
+def memory(text: str) -> int:
+    """Return what SLURM shows as memory in KB, or 0 if it shows none."""
+    return int(match[1]) if (match := re.fullmatch(r"(\d+)K", text.strip())) else 0
 
 
 def test_accounting_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

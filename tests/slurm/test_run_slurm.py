@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import edits
+from harness import edits, outputs
 from harness.jobs import (
     CPUS,
     GPUS,
@@ -28,7 +28,7 @@ from harness.jobs import (
     submit,
     wait_for_start,
 )
-from harness.launchers import HOROVOD, LAUNCHERS, copy_example
+from harness.launchers import HOROVOD, LAUNCHERS, ROOT, copy_example
 from harness.processes import wait_until
 from lab import Lab, why_not
 
@@ -62,6 +62,68 @@ def test_failed_requeue(example: str, source: Path, lab: Lab, tmp_path: Path) ->
         assert job.shown["JobState"] == "RUNNING"
         (job.output / "finish").touch()
     assert job.wait().shown["JobState"] == ("FAILED" if LAUNCHERS[example].job_recovers else "COMPLETED")
+
+
+USAGE = ROOT / "jupyter" / "usage.py"
+SMI = {
+    "nvidia-smi": """#!/bin/sh
+for id in $(echo "$2" | tr , ' '); do echo "$id, 90, 30000, 300.00, 1700, 0x0000000000000004"; done
+""",
+    "rocm-smi": """#!/bin/sh
+echo 'device,GPU use (%),VRAM Total Memory (B),VRAM Total Used Memory (B),Average Graphics Package Power (W)'
+echo 'card0,80,68702699520,1073741824,250.0'
+echo 'card1,70,68702699520,1073741824,200.0'
+""",
+}
+
+
+def wait_for_samples(paths: list[Path]) -> None:
+    """Wait until each of these logs has had three more samples."""
+
+    def count(path: Path) -> int:
+        return path.read_text().count("\n\n") if path.exists() else 0
+
+    before = [count(path) for path in paths]
+    wait_until(lambda: all(count(path) > old + 2 for path, old in zip(paths, before, strict=True)), 60, f"{paths}")
+
+
+@pytest.mark.runs("one")
+@pytest.mark.only("gpus")
+def test_log_of_gpus(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """On each node the GPUs of a job are logged until it ends or is cancelled; LOG_EVERY=0 switches that off.
+
+    `nvidia-smi` and `rocm-smi` are stand-ins. No process is left: see Job.wait().
+    """
+    folder = stub(source, tmp_path / example)
+    edits.edit(folder / "run.slurm", "\nprepare ", '\nexport PATH="$PWD/bin/$MAKER:$PATH"\nprepare ')
+    for name, text in SMI.items():
+        (folder / "bin" / name).mkdir(parents=True)
+        (folder / "bin" / name / name).write_text(text)
+        (folder / "bin" / name / name).chmod(0o755)
+    options = (all_nodes(source), "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
+    logs: dict[str, list[Path]] = {}
+    jobs = {name: submit(lab, example, folder, options=options, LOG_EVERY="0.2", MAKER=name) for name in SMI}
+    for name, job in jobs.items():
+        job.wait_for_line("started [")
+        logs[name] = [job.output / f"usage-node{number}.txt" for number in range(1, header(folder, "nodes") + 1)]
+        wait_for_samples(logs[name])
+    ends, cancelled = jobs.values()
+    cancelled.cancel()
+    wait_for_samples(logs["nvidia-smi"])  # it goes on
+    (ends.output / "finish").touch()
+    assert ends.wait().shown["JobState"] == "COMPLETED" and cancelled.shown["JobState"] == "CANCELLED", ends.log
+    gpus = {name: {} for name in SMI}
+    for name, job in jobs.items():
+        for node, device in outputs.import_file(USAGE).samples(job.output):
+            if device.startswith("gpu"):  # not the processors of this machine
+                gpus[name].setdefault(node, set()).add(device)
+    assert all(len(logs[name]) == len(gpus[name]) for name in SMI)
+    assert all(found in ({"gpu0"}, {"gpu1"}) for found in gpus["nvidia-smi"].values()), "only the GPU that the job has"
+    assert all(found == {"gpu0", "gpu1"} for found in gpus["rocm-smi"].values()), "all of the node"
+    off = submit(lab, example, folder, options=options, LOG_EVERY="0", MAKER="nvidia-smi")
+    off.wait_for_line("started [")
+    (off.output / "finish").touch()
+    assert off.wait().shown["JobState"] == "COMPLETED" and not [*off.output.glob("usage-*")], off.log
 
 
 @pytest.fixture(scope="module")
