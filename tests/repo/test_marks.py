@@ -83,7 +83,7 @@ def test_matrix() -> None:
     for line in filter(lambda line: "::" in line, lines):
         *cells, name = line.split()
         rows[name] = dict(zip(columns, cells, strict=True))
-    weekly = dict.fromkeys(columns, ".") | {"ddp_spawn": "w", "deepspeed": "w"}
+    weekly = dict.fromkeys(EXAMPLES, "w") | {"repo": "."}
     assert rows["test_environments.py::test_without_internet"] == weekly
     one = dict.fromkeys(EXAMPLES, "w") | {"torchrun_multinode": "J", "repo": "."}
     assert rows["slurm/test_run_slurm.py::test_help"] == one

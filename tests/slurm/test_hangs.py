@@ -33,7 +33,7 @@ def test_stacks_of_a_job(
     job.wait_for_epoch(1)
     ask_for_stacks(lab, job)
     for rank, node in enumerate((1, header(source, "nodes"))):
-        pattern = rf'^\[node{node} rank {rank}\]   File ".*/{example}/train\.py", line \d+ in '
+        pattern = rf'^\[node{node} rank {rank}\]   File ".*/{example}/.*/train\.py", line \d+ in '
         wait_until(lambda: re.search(pattern, job.log, re.MULTILINE), 60, pattern)  # noqa: B023
     assert_completed(job, 5, processes=2)
     outputs.assert_same_run(job.output, two_process_job().output)
