@@ -170,8 +170,9 @@ PAGE = ROOT / "docs" / "horovod.md"
 
 
 def get(address: str, **query: str) -> bytes:
-    """Return what a server on loopback answers."""
-    with urllib.request.urlopen(f"{address}?{urllib.parse.urlencode(query)}", timeout=120) as answer:
+    """Return what a server on loopback answers, also where a proxy is set."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"{address}?{urllib.parse.urlencode(query)}", timeout=120) as answer:
         content = answer.read()
     return gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
 
