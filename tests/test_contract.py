@@ -417,10 +417,7 @@ def damage(example: str, output: Path, change: Callable[[bytearray], object]) ->
     checkpoint.write_bytes(old)
 
 
-OTHERS = [name for name in LAUNCHERS if name not in ("ddp_spawn", "horovod_tensorflow")]
-
-
-@pytest.mark.runs("weekly", *OTHERS)
+@pytest.mark.runs("one")
 @pytest.mark.only("any_world_size")
 def test_another_number_of_processes(example: str, folder: Path, tmp_path: Path) -> None:
     """2 processes, ended within an epoch, then 1, ended so, too, then 3: the same training to a rounding, in fp64.

@@ -47,6 +47,7 @@ def bare(tmp_path: Path) -> dict[str, str]:
     return {"PATH": str(programs), "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
 
 
+@pytest.mark.runs("weekly")
 def test_stage_1_and_its_own_launcher(example: str, folder: Path, reference: Reference) -> None:
     """The README's `deepspeed` command, at stage 1: the bits of stage 0, half of Adam's state on each process."""
     note_memory(folder)

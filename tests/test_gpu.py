@@ -58,7 +58,9 @@ def on_gpus(example: str, source: Path, session_folder: Path) -> Reference:
 def test_trains(example: str, folder: Path, on_gpus: Reference) -> None:
     """It learns as much as as many processes do on the CPU, from the same start, and its model can be read there.
 
-    GPUs round differently, also from run to run, and Adam makes much of that: weights are compared as a whole.
+    GPUs round differently, also from run to run, and Adam makes much of that: on an H200, whose convolutions compute in
+    TF32, the weights ended within 0.1 (fsdp, torchrun_vision), 0.12 (ConvNet) and 0.54 (LoRA) of their own length from
+    the CPU's; on a CPU bf16 and fp32 end 0.15 and 0.69 apart. Unrelated weights are 1.4 apart. The losses say more.
     """
     launcher = LAUNCHERS[example]
     runs.train(example, folder, COUNT, seconds=600)  # on the CPU
@@ -67,11 +69,12 @@ def test_trains(example: str, folder: Path, on_gpus: Reference) -> None:
     assert rows[-1]["world_size"] == COUNT
     assert launcher.has_learnt(rows[-1], tolerance=0.01)
     assert rows[0]["train_loss"] == pytest.approx(others[0]["train_loss"], rel=0.02)
+    assert rows[-1]["train_loss"] == pytest.approx(others[-1]["train_loss"], rel=0.05)
     weights, expected = (outputs.read_model(output) for output in (on_gpus.output, folder / "output"))
     outputs.largest_difference(weights, expected)  # the same names, shapes and types
     distance = sum((weights[name].double() - expected[name].double()).square().sum().item() for name in weights)
     size = sum(weight.double().square().sum().item() for weight in expected.values())
-    assert (distance / size) ** 0.5 < 0.1
+    assert (distance / size) ** 0.5 < (0.2 if launcher.convnet else 0.8)
     if launcher.convnet:
         loss, accuracy = outputs.recomputed(on_gpus.output, "digits", "data")
         assert rows[-1]["test_loss"] == pytest.approx(loss, rel=0.01)

@@ -102,6 +102,7 @@ def test_lm_reaches_the_floor(example: str, folder: Path) -> None:
     assert re.search(re.escape(line) + r" \| +\d+ tokens/s \|", run.stdout) and "sample: " in run.stdout
 
 
+@pytest.mark.runs("weekly")
 def test_lm_on_devanagari(example: str, folder: Path) -> None:
     """A text of three bytes a letter: it trains, is killed, resumes to the same bits, and prints a line."""
     (folder / "gita.txt").write_text(DEVANAGARI * 100, encoding="utf-8")

@@ -121,7 +121,7 @@ for how, statuses in (("killed", [-signal.SIGKILL]), ("full", [2, SURVIVED])):
 """
 
 
-@pytest.mark.parametrize("file_system", ["links", "no links"])
+@pytest.mark.parametrize("file_system", ["links", pytest.param("no links", marks=pytest.mark.runs("weekly"))])
 def test_killed_at_each_moment(tmp_path: Path, file_system: str) -> None:
     """Killed or without space at any moment of a save, a run has its newest checkpoint, and never more than N + 1.
 

@@ -139,7 +139,6 @@ class Fault:
     restarts: bool = False  # whether the job has to start over, since the fault took its checkpoint
     sleep: int = 2  # seconds that each epoch of the job's first start takes longer
     elsewhere: bool = False  # whether other tests do nearly the same with 2 processes
-    ordinary: bool = False  # whether `nox -s slurm` tests it with one example, too, and not `nox -s weekly` alone
 
 
 FAULTS = {
@@ -147,13 +146,12 @@ FAULTS = {
     "SIGKILL to all processes": Fault(kill_all, "(SIGKILL|Killed)", elsewhere=True),
     "time limit": Fault(lambda job: job.lab.timelimit(job.id), recovers=True, asked=True, elsewhere=True),
     "preempted": Fault(lambda job: job.lab.requeue(job.id), recovers=True, asked=True, elsewhere=True),
-    "network of a node lost": Fault(cut, recovers=None, sleep=30, ordinary=True),
+    "network of a node lost": Fault(cut, recovers=None, sleep=30),
     "`slurmd` of a node stopped": Fault(stop_slurmd, recovers=True, sleep=30),
     "disk full": Fault(fill, "cannot write .*No space left", make_room),
     "checkpoint truncated": Fault(truncate, "is damaged", move_away, restarts=True),
     "output folder removed": Fault(remove_output, "cannot write .*No such file", restarts=True),
 }
-CELLS = [pytest.param(fault, marks=[pytest.mark.runs("weekly")] * (not row.ordinary)) for fault, row in FAULTS.items()]
 
 
 def recovers(fault: str, example: str) -> bool | None:
@@ -191,8 +189,8 @@ def test_page_has_the_matrix() -> None:
     assert table() in (ROOT / "docs" / "faults.md").read_text(), f"put this into docs/faults.md:\n{table()}"
 
 
-@pytest.mark.runs("one")
-@pytest.mark.parametrize("fault", CELLS)
+@pytest.mark.runs("weekly")
+@pytest.mark.parametrize("fault", FAULTS)
 def test_fault(
     fragile: Lab,
     disk: Path,

@@ -103,6 +103,7 @@ def test_preempted(
     assert cancelled.shown["JobState"] == "CANCELLED" and "requeueing" not in cancelled.log
 
 
+@pytest.mark.runs("weekly")
 @multinode
 @pytest.mark.parametrize("other_lab", [{"extra_conf": PARTITIONS}], indirect=True)
 def test_other_nodes(other_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
