@@ -72,16 +72,16 @@ def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -
 def test_stopped_in_the_warmup(example: str, folder: Path) -> None:
     """Stopped in mid-epoch in its warm-up and resumed, with two batches a step: the same rates, and the same bits."""
     edits.note_rates(folder, LAUNCHERS[example])
-    words = "--epochs 1 --batch-size 16 --gradient-accumulation-steps 2 --warmup-steps 15 --scale-lr sqrt".split()
-    run = runs.start(example, folder, 2, *words)
+    words = "--epochs 1 --batch-size 16 --gradient-accumulation-steps 2 --warmup-steps 15 --scale-lr sqrt"
+    run = runs.start(example, folder, 2, *words.split())
     run.read_until(LAUNCHERS[example].first_line)
     step = runs.ask_to_stop(example, run)
-    runs.train(example, folder, 2, *words, "--resume")
+    runs.train(example, folder, 2, *words.split(), "--resume")
     runs.assert_continued(folder / "output", step)
     assert step < 15
     expected = [0.001 * 2**0.5 * min(1, (step + 1) / 16) for step in range(1438 // 64)]
     assert edits.noted_rates(folder) == expected
-    runs.train(example, folder, 2, *words, "--output-dir", "whole")
+    runs.train(example, folder, 2, *words.split(), "--output-dir", "whole")
     outputs.assert_same_run(folder / "output", folder / "whole")
 
 
