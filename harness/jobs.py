@@ -252,8 +252,9 @@ def stub(source: Path, folder: Path, text: str = STUB) -> Path:
 
 
 def by_torchrun(folder: Path) -> bool:
-    """Return whether it is torchrun that starts the processes of a job."""
-    return "torch.distributed.run" in (folder / "run.slurm").read_text()
+    """Return whether it is torchrun that starts the processes of a job, called by accelerate or not."""
+    text = (folder / "run.slurm").read_text()
+    return "torch.distributed.run" in text or "accelerate.commands.launch" in text
 
 
 def stubs(folder: Path) -> int:

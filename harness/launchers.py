@@ -86,6 +86,15 @@ class Launcher:
 
 
 LAUNCHERS = {
+    "accelerate": Launcher(
+        "accelerate launch --config_file accelerate.yaml --num_processes {n} train.py",
+        status_after_bad_input=1,
+        processes_in_job=4,
+        epoch_start='    start = time.perf_counter() - progress["seconds"]\n',
+        job_recovers=True,
+        stops_at_a_step=True,
+        kill_message=TORCHRUN_KILLED,
+    ),
     "ddp_spawn": Launcher(
         "python train.py --processes {n}",
         status_after_bad_input=2,

@@ -82,7 +82,7 @@ def assert_runs_refused(
     row = LAUNCHERS[example]
     _, _, alone = " ".join(row.command(1)).partition("train.py")
     call, variables = row.alone, {}
-    if "torchrun" in row.local:
+    if row.local.startswith(("torchrun", "accelerate")):
         call, variables = MAKE_REPORTS + call, TORCHRUN
     cases = {(call, f"{alone} {words}"): expected for words, expected in texts.items()}
     assert_calls_refused(folder, cases | calls, **variables)

@@ -318,8 +318,8 @@ def record(args, progress, what, facts):
     """Add a start or a stop to run.json, which says what this run is, for programs that read it afterwards."""
     path = args.output_dir / "run.json"
     known = json.loads(path.read_text()) if path.exists() else {"starts": [], "stops": []}
-    packages = ("torch", "tensorflow", "horovod", "lightning", "deepspeed", "transformers", "peft", "torchvision")
-    versions = {name: sys.modules[name].__version__ for name in packages if name in sys.modules}
+    packages = ("torch", "tensorflow", "horovod", "lightning", "deepspeed", "accelerate", "transformers", "peft")
+    versions = {name: sys.modules[name].__version__ for name in (*packages, "torchvision") if name in sys.modules}
     known |= {"command": sys.argv, "settings": vars(args), "versions": versions | {"python": platform.python_version()}}
     known[what].append({"time": time.time(), "step": progress["step"], **facts})
     write(path, lambda file: file.write(json.dumps(known, indent=1, default=str).encode()))

@@ -404,7 +404,7 @@ def blocking_copies(text: str) -> list[str]:
         if isinstance(function, ast.FunctionDef) and function.name in EACH_STEP:
             for call in filter(lambda node: isinstance(node, ast.Call), ast.walk(function)):
                 keywords, what = {keyword.arg for keyword in call.keywords}, ast.unparse(call.func)
-                moved = what.endswith(".to") and ast.unparse(call.args[0]) == "device"
+                moved = what.endswith(".to") and ast.unparse(call.args[0]) in ("device", "accelerator.device")
                 made = what == "torch.tensor" and "device" in keywords
                 if made or (moved and "non_blocking" not in keywords):
                     found.append(ast.unparse(call))

@@ -33,7 +33,7 @@ def train(
     assert [one["own"] for one in records] == sorted(nodes * list(range(each))), records
 
 
-@pytest.mark.only("torchrun_multinode", "lightning", "deepspeed", "torchrun_vision", "fsdp", "lora")
+@pytest.mark.only("accelerate", "torchrun_multinode", "lightning", "deepspeed", "torchrun_vision", "fsdp", "lora")
 @pytest.mark.runs("one")
 def test_two_nodes(lab: Lab, example: str, source: Path, built: Path, tmp_path: Path) -> None:
     """On two nodes with one GPU each, a process takes the first of its node, whatever its rank."""

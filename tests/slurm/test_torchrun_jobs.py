@@ -26,7 +26,8 @@ from harness.runs import Reference
 from lab import Lab
 
 pytestmark = pytest.mark.slurm
-multinode = pytest.mark.only("torchrun_multinode")
+multinode = pytest.mark.only("torchrun_multinode", "accelerate")
+often = pytest.mark.runs("weekly", "accelerate")  # which has the same launcher beneath its own
 PARTITIONS = [
     "PreemptType=preempt/partition_prio",
     "PreemptMode=REQUEUE",
@@ -53,6 +54,7 @@ def assert_stopped_once(job: Job) -> None:
 
 
 @multinode
+@often
 def test_ranks_by_node(shipped_job: Callable[[], Reference], two_process_job: Callable[[], Reference]) -> None:
     """The second line of a log says which processes are on which node."""
     assert "ranks: node1 0, 1; node2 2, 3" in shipped_job().stdout
@@ -79,6 +81,7 @@ def test_asked_to_stop(other_lab: Lab, example: str, source: Path, tmp_path: Pat
 
 
 @multinode
+@often
 @pytest.mark.parametrize("other_lab", [{"extra_conf": PARTITIONS}], indirect=True)
 def test_preempted(
     other_lab: Lab, example: str, source: Path, two_process_job: Callable[[], Reference], tmp_path: Path
@@ -105,6 +108,7 @@ def test_preempted(
 
 @pytest.mark.runs("weekly")
 @multinode
+@often
 @pytest.mark.parametrize("other_lab", [{"extra_conf": PARTITIONS}], indirect=True)
 def test_other_nodes(other_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
     """--nodes=1-2 takes both nodes, and after a preemption the one that is free: in fp64 the same to a rounding."""

@@ -1,0 +1,200 @@
+"""The data sets of the examples. They are kept in memory, so that reading a batch takes no time.
+
+`python -m common.data fashion_mnist --data-dir data` downloads one, once, on a machine with internet.
+Training itself never downloads.
+
+digits.npz: the 1,797 images of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, 1998,
+UCI Machine Learning Repository, doi 10.24432/C50P49, CC BY 4.0) that scikit-learn ships: its test part, 8x8 pixels
+with values from 0 to 16, here in a fixed random order: 1,438 for training and 359 for testing.
+"""
+
+import argparse
+import bisect
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+DOWNLOADS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}  # torchvision's names of their class and folder
+NAMES = ("digits", *DOWNLOADS, "synthetic")
+
+
+class DataError(Exception):
+    """The data cannot be read; the message is one line that says why and what to do."""
+
+
+class Images(Dataset):
+    """Labelled images in one uint8 tensor, read a whole batch at a time.
+
+    Indexing with a list of B indices returns images (B, 1, 28, 28), float32, normalised, and labels (B,), int64.
+    Give DataLoader a BatchSampler as `sampler` and `batch_size=None`, and one tensor operation makes a batch.
+    """
+
+    MEAN, STD = 0.1307, 0.3081  # MNIST's pixels, scaled to 0..1; close enough for the others
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        """Keep images (N, 28, 28), uint8, and labels (N,), any integer type."""
+        self.images, self.labels = images.unsqueeze(-1), labels.long()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = self.images[indices].float().sub_(255 * self.MEAN).div_(255 * self.STD)
+        return batch.permute(0, 3, 1, 2), self.labels[indices]  # channels_last: faster convolutions on CPU
+
+
+def load(name: str, data_dir: str = "data", size: int = 12_000) -> tuple[Images, Images]:
+    """Return the training and the test set called `name`; `size` is the number of synthetic training images.
+
+    Raises DataError if the files of mnist or fashion_mnist under `data_dir` are missing or damaged.
+    """
+    if name == "digits":
+        return _digits()
+    if name == "synthetic":
+        return _synthetic(size, seed=0), _synthetic(max(1, size // 6), seed=1)
+    if name in DOWNLOADS:
+        return _torchvision(name, data_dir, train=True), _torchvision(name, data_dir, train=False)
+    raise DataError(f"unknown data set {name!r}: choose from {', '.join(NAMES)}")
+
+
+def _digits() -> tuple[Images, Images]:
+    """Read the embedded digits, enlarged from 8x8 to 28x28."""
+    with np.load(Path(__file__).with_name("digits.npz")) as file:
+        arrays = {key: torch.from_numpy(file[key]) for key in file.files}
+
+    def part(split: str) -> Images:
+        small = arrays[f"{split}_images"].float().mul_(255 / 16).unsqueeze(1)
+        large = F.interpolate(small, size=28, mode="bilinear", align_corners=False).squeeze(1)
+        return Images(large.round_().byte(), arrays[f"{split}_labels"])
+
+    return part("train"), part("test")
+
+
+def _synthetic(size: int, seed: int) -> Images:
+    """Make `size` noisy copies of ten random patterns: fast to generate, and possible to learn."""
+    patterns = torch.randint(128, (10, 28, 28), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(1 + seed)
+    labels = torch.randint(10, (size,), generator=generator)
+    noise = torch.randint(128, (size, 28, 28), generator=generator, dtype=torch.uint8)
+    return Images(patterns[labels] + noise, labels)
+
+
+def _reader(name: str) -> type[Dataset]:
+    """Return torchvision's class for mnist or fashion_mnist."""
+    try:
+        from torchvision import datasets  # imported only when needed: it adds seconds and 160 MB to every process
+    except (ImportError, RuntimeError) as error:  # RuntimeError: its build does not fit torch's
+        raise DataError(f"{name} needs torchvision ({error}): pip install -r requirements.txt") from error
+    return getattr(datasets, DOWNLOADS[name])
+
+
+def _torchvision(name: str, data_dir: str, train: bool) -> Images:
+    """Read one part of mnist or fashion_mnist with torchvision's own reader."""
+    command = f"python -m common.data {name} --data-dir {data_dir}"
+    reader = _reader(name)
+    folder = Path(data_dir, DOWNLOADS[name], "raw")
+    try:
+        part = reader(data_dir, train=train)
+    except RuntimeError as error:
+        if "not found" in str(error):
+            raise DataError(f"no {name} in {folder}: where there is internet, run: {command}") from error
+        raise DataError(f"a file in {folder} is damaged: remove that folder, then run: {command}") from error
+    except (AssertionError, EOFError, IndexError, KeyError, OSError, ValueError) as error:
+        raise DataError(f"a file in {folder} cannot be read ({error!r}): remove it, then run: {command}") from error
+    if part.data.shape[1:] != (28, 28) or len(part.data) != len(part.targets) or not len(part.data):
+        raise DataError(f"the files in {folder} do not belong together: remove that folder, then run: {command}")
+    return Images(part.data, part.targets)
+
+
+def download(name: str, data_dir: str) -> Path:
+    """Download mnist or fashion_mnist into `data_dir` and return its folder; a failed download leaves nothing.
+
+    Raises DataError if no mirror answers or a checksum is wrong.
+    """
+    reader = _reader(name)
+    folder = Path(data_dir, DOWNLOADS[name])
+    if folder.exists():
+        _torchvision(name, data_dir, train=True), _torchvision(name, data_dir, train=False)
+        return folder
+    try:
+        os.makedirs(data_dir, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=data_dir, prefix=".download-") as temporary:
+            reader(temporary, download=True)
+            os.replace(Path(temporary, DOWNLOADS[name]), folder)
+    except (OSError, RuntimeError) as error:  # torchvision raises RuntimeError for a wrong checksum
+        raise DataError(f"{name} was not downloaded: {' '.join(str(error).split())}") from error
+    return folder
+
+
+class Tokens(Dataset):
+    """Consecutive windows of one long sequence of byte tokens.
+
+    Indexing with a list of B indices returns inputs (B, T) and targets (B, T), int64: the targets are the inputs
+    shifted by one token. Windows do not overlap; tokens that do not fill the last window are left out.
+    """
+
+    def __init__(self, tokens: torch.Tensor, length: int) -> None:
+        """Keep tokens (N,), uint8, cut into windows of T = `length`; raises DataError if not one fits."""
+        if len(tokens) <= length:
+            raise DataError(f"{len(tokens)} tokens are too few for one window of {length}: use a longer text")
+        self.windows = tokens.unfold(0, length + 1, length)  # a view: no copy is made
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        windows = self.windows[indices].long()
+        return windows[:, :-1], windows[:, 1:]
+
+
+def text_tokens(path: str) -> torch.Tensor:
+    """Return the bytes of a text file as tokens (N,), uint8: any language, since UTF-8 is bytes.
+
+    Raises DataError if the file is missing, unreadable or empty.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read the text file {path}: {error.strerror}") from error
+    if not content:
+        raise DataError(f"the text file {path} is empty")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def markov_tokens(size: int, symbols: int = 32, seed: int = 0) -> tuple[torch.Tensor, float]:
+    """Return `size` tokens (size,), uint8, of a random first-order Markov chain, and its entropy in nats a token.
+
+    No model can predict the next token with a lower mean loss than the entropy rate, the stationary mean of the
+    entropies of the rows of the transition matrix (Shannon 1948): the loss has a floor to be compared with.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(symbols, symbols, generator=generator, dtype=torch.float64).mul_(2).softmax(1)
+    stationary = torch.linalg.matrix_power(matrix, 1024)[0]
+    entropy = -(stationary @ (matrix * matrix.log()).sum(1)).item()
+    rows = matrix.cumsum(1)[:, :-1].tolist()  # without the last bound, 1, which rounding could miss
+    tokens, state = bytearray(size), 0
+    for i, draw in enumerate(torch.rand(size, generator=generator, dtype=torch.float64).tolist()):
+        tokens[i] = state = bisect.bisect(rows[state], draw)
+    return torch.frombuffer(tokens, dtype=torch.uint8), entropy
+
+
+def main() -> None:
+    """Run the download command; end with status 2 and one line if it fails."""
+    parser = argparse.ArgumentParser(prog="python -m common.data", description="Download a data set, once.")
+    parser.add_argument("name", choices=tuple(DOWNLOADS))
+    parser.add_argument("--data-dir", default="data", help="folder to put it in (default: %(default)s)")
+    args = parser.parse_args()
+    try:
+        print(f"{args.name} is in {download(args.name, args.data_dir)}")
+    except DataError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

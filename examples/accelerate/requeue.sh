@@ -1,0 +1,72 @@
+# How a job goes on after its time limit, for plumbing.sh: by a requeue, or where that is refused by another job, and
+# with the program that it was submitted with.
+# The same file in all examples of the repository. The variables job and output are set by `prepare`.
+# shellcheck disable=SC2154
+arguments=("$@")                 # of run.slurm: `source` without arguments hands them on
+
+keep_program() {                 # copy the program to $code: a restart runs it as it was, whatever is edited meanwhile
+    export code="${KEPT_CODE:-$output/code-$job}"  # a new job that continues in the folder makes a copy of its own
+    if [[ -d "$code" ]]; then
+        edited=""
+        while IFS= read -r file; do
+            cmp -s "$code/$file" "$file" || edited+=" $file"
+        done < <(find "$code" -type f ! -name "*.pyc" ! -name .commit -printf "%P\n")
+        echo "run.slurm: running $code, as it was submitted${edited:+; edited since, for new jobs only:}$edited"
+        return
+    fi
+    rm -rf "$code.part"
+    mkdir "$code.part"
+    for path in *; do            # Python's files and packages, and settings; all else is linked, since it may be large
+        if [[ "$path" =~ \.(py|json|yaml|yml|toml)$ || "$path" == common || -e "$path/__init__.py" ]]; then
+            cp -rLpt "$code.part" "$path"
+        elif [[ ! "$path" =~ \.(out|log)$ && "$code/" != @("$PWD/"|)"$path"/* ]]; then
+            ln -s "$PWD/$path" "$code.part"
+        fi || fail "cannot copy $path to $code, see above"
+    done
+    git describe --always --dirty --abbrev=40 --exclude="*" >"$code.part/.commit" 2>/dev/null || true
+    mv "$code.part" "$code"
+}
+
+saved() {                        # print the checkpoint, if it was written since this job has started
+    find "$output"/checkpoint{.pt,.npz,/run.json} -newer "$output/started" 2>/dev/null || true
+}
+
+requeue() {                      # unless nothing was saved since the last restart: that would go on forever
+    if [[ $((${SLURM_RESTART_COUNT:-0} + ${SUCCESSION:-0})) -gt 0 && -z "$(saved)" ]]; then
+        echo "run.slurm: error: no new checkpoint since the last restart: not requeued again; raise --time" >&2
+        return 1
+    fi
+    echo "run.slurm: requeueing job $job"
+    scontrol requeue "$job" || succeed || { echo "run.slurm: error: the requeue failed, see above" >&2; return 1; }
+}
+
+succeed() {                      # where SLURM refuses that: submit a job that goes on when this one has ended
+    [[ -z "${successor:-}" ]] || return 0
+    if [[ "${SUCCESSION:-0}" -ge "${SUCCESSORS:-50}" ]]; then
+        echo "run.slurm: error: no further job after ${SUCCESSION:-0}, since SUCCESSORS is ${SUCCESSORS:-50}" >&2
+        return 1
+    fi
+    shown="$(scontrol show job "$job")" || return 1
+    log="$(readlink "/proc/$$/fd/1")"
+    options=(--job-name="$SLURM_JOB_NAME" --output="$log")
+    pairs=(partition:Partition account:Account qos:QOS time:TimeLimit nodes:NumNodes cpus-per-task:CPUs/Task
+        mem:MinMemoryNode mem-per-cpu:MinMemoryCPU constraint:Features reservation:Reservation licenses:Licenses
+        nodelist:ReqNodeList exclude:ExcNodeList)  # options of sbatch, which may not stand in run.slurm
+    [[ "${SLURM_GPUS_PER_NODE:-}" ]] || pairs+=(gres:TresPerNode)  # where this has GPUs, too
+    for pair in "${pairs[@]}"; do
+        value="$(sed -n "\| ${pair#*:}=|{s|.* ${pair#*:}=\([^ ]*\).*|\1|p;q}" <<<"$shown")"
+        [[ "$value" =~ ^(0|\(null\)|)$ ]] || options+=("--${pair%:*}=${value//gres[:\/]/}")
+    done
+    [[ -z "${SLURM_GPUS_PER_NODE:-}" ]] || options+=(--gpus-per-node="$SLURM_GPUS_PER_NODE")
+    [[ -z "${SLURM_NTASKS_PER_NODE:-}" ]] || options+=(--ntasks-per-node="$SLURM_NTASKS_PER_NODE")
+    [[ -z "${SLURM_ARRAY_TASK_ID:-}" ]] || options+=(--array="$SLURM_ARRAY_TASK_ID")  # this task alone
+    successor="$(
+        export OUTPUT_DIR="$output" KEPT_CODE="$code" SUCCESSION="$((${SUCCESSION:-0} + 1))"
+        for name in "${!SLURM_@}"; do  # what SLURM has told this job is not for the next
+            [[ "$name" == SLURM_CONF ]] || unset "$name"
+        done
+        sbatch --parsable --dependency="afterany:$job" --open-mode=append "${options[@]}" "$0" "${arguments[@]}"
+    )" || return 1
+    successor="${successor%%;*}"
+    echo "run.slurm: SLURM refuses to requeue job $job: job $successor will continue it, in $log"
+}
