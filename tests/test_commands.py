@@ -64,6 +64,16 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         ),
         "viewer/bin/tensorboard --logdir output/profile": "test_horovod_tensorflow.py::test_profile_in_tensorboard",
     },
+    "docs/sweeps.md": {
+        "cd sweep": "slurm/test_sweep.py::test_eight_trials",
+        "VENV=../examples/torchrun_multinode/.venv sbatch --array=1-2 sweep.slurm torchrun_multinode "
+        "--vary lr=log:1e-4:1 --vary batch-size=32,64 --trials 8 --startup 3 --warmup 1 -- --epochs 3": (
+            "slurm/test_sweep.py::test_eight_trials"
+        ),
+        "../examples/torchrun_multinode/.venv/bin/python sweep.py show output/torchrun_multinode": (
+            "slurm/test_sweep.py::test_eight_trials"
+        ),
+    },
     "preflight/README.md": {
         "VENV=~/project/.venv sbatch run.slurm": PREFLIGHT + "healthy",
         "VENV=~/project/.venv sbatch run.slurm --pattern per-process": PREFLIGHT + "per_process",
