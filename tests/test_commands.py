@@ -83,6 +83,9 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         "VENV=../examples/ddp_spawn/.venv sbatch run.slurm": NOTEBOOKS + "test_only_for_its_owner",
         "cat jupyter-*.out": NOTEBOOKS + "test_only_for_its_owner",
         "python usage.py ~/project/output/1234": "test_results.py::test_what_a_run_has_used",
+        "python export.py output --to tensorboard --store output/tensorboard": "test_export.py::test_tensorboard",
+        "python export.py output --to mlflow --store output/mlflow": "test_export.py::test_mlflow_and_wandb",
+        "python export.py output --to wandb --store output/wandb": "test_export.py::test_mlflow_and_wandb",
         "apptainer exec example.sif python3 -m venv --system-site-packages .venv": (
             "slurm/test_containers.py::test_notebook"
         ),

@@ -1,9 +1,11 @@
 """sweep/sweep.slurm on two nodes of the lab: eight trials of an example, one task killed, one near its time limit."""
 
 import csv
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from harness import outputs, readme
-from harness.jobs import SETTINGS, hand_over, slowed
+from harness.jobs import SETTINGS, hand_over, job_processes, slowed
 from harness.launchers import ROOT
-from harness.processes import ASK_SLURM, wait_until
+from harness.processes import ASK_SLURM, command_lines, wait_until
 from lab import Lab, why_not
 
 pytestmark = [
@@ -32,10 +34,10 @@ def test_eight_trials(example: str, source: Path, lab: Lab, tmp_path: Path) -> N
     shutil.copytree(ROOT / "sweep", folder, ignore=shutil.ignore_patterns("output", "*.out"))
     slowed(source, tmp_path / "examples" / example, "2")
     hand_over(tmp_path)
-    # The page's command; each task has a node of its own, and trains with one process.
+    # The page's command; each task has a node of its own.
     (command,) = [line for block in readme.blocks(ROOT / "docs" / "sweeps.md") for line in block if "sbatch" in line]
     _, sbatch, *words = shlex.split(command.replace("torchrun_multinode", example))
-    options = ["--parsable", "--exclusive", "--cpus-per-task=1", "--gpus-per-node=1"]
+    options = ["--parsable", "--exclusive", "--cpus-per-task=2"]
     array = lab.run([sbatch, *options, *words], cwd=folder, env=SETTINGS, check=True).stdout.strip()
     logs = {task: folder / f"sweep-{array}_{task}.out" for task in (1, 2)}
 
@@ -51,7 +53,9 @@ def test_eight_trials(example: str, source: Path, lab: Lab, tmp_path: Path) -> N
     assert {lab.job(f"{array}_{task}")["NodeList"] for task in (1, 2)} == {"node1", "node2"}
     lost = trial_of(2)
     wait_until((output(lost) / "metrics.csv").exists, 300, "an epoch of the task that is to be killed")
-    lab.run(["scancel", "--signal=KILL", "--full", f"{array}_2"], check=True)
+    processes = job_processes(lab, lab.job(f"{array}_2")["JobId"])
+    (killed,) = [process for process in processes if "sweep.py run" in "".join(command_lines([process]))]
+    os.kill(killed, signal.SIGKILL)
     assert lab.wait_for_job(f"{array}_2")["JobState"] == "FAILED"
 
     kept = trial_of(1)  # the other task's: it is stopped near the time limit, and requeued
