@@ -52,14 +52,14 @@ def test_eight_trials(example: str, source: Path, lab: Lab, tmp_path: Path) -> N
         wait_until(lambda log=logs[task]: log.exists() and ", start 1:" in log.read_text(), 120, f"task {task}")
     assert {lab.job(f"{array}_{task}")["NodeList"] for task in (1, 2)} == {"node1", "node2"}
     lost = trial_of(2)
-    wait_until((output(lost) / "metrics.csv").exists, 300, "an epoch of the task that is to be killed")
+    wait_until((output(lost) / "checkpoint.pt").exists, 300, "an epoch of the task that is to be killed")
     processes = job_processes(lab, lab.job(f"{array}_2")["JobId"])
     (killed,) = [process for process in processes if "sweep.py run" in "".join(command_lines([process]))]
     os.kill(killed, signal.SIGKILL)
     assert lab.wait_for_job(f"{array}_2")["JobState"] == "FAILED"
 
     kept = trial_of(1)  # the other task's: it is stopped near the time limit, and requeued
-    wait_until((output(kept) / "metrics.csv").exists, 300, "an epoch of the task that is to be stopped")
+    wait_until((output(kept) / "checkpoint.pt").exists, 300, "an epoch of the task that is to be stopped")
     lab.timelimit(f"{array}_1")
     wait_until(lambda: lab.job(f"{array}_1")["Restarts"] == "1", 300, "the requeue", ASK_SLURM)
     state = lab.wait_for_job(f"{array}_1", seconds=900)["JobState"]
