@@ -64,6 +64,16 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         ),
         "viewer/bin/tensorboard --logdir output/profile": "test_horovod_tensorflow.py::test_profile_in_tensorboard",
     },
+    "docs/sweeps.md": {
+        "cd sweep": "slurm/test_sweep.py::test_eight_trials",
+        "VENV=../examples/torchrun_multinode/.venv sbatch --array=1-2 sweep.slurm torchrun_multinode "
+        "--vary lr=log:1e-4:1 --vary batch-size=32,64 --trials 8 --startup 3 --warmup 1 -- --epochs 3": (
+            "slurm/test_sweep.py::test_eight_trials"
+        ),
+        "../examples/torchrun_multinode/.venv/bin/python sweep.py show output/torchrun_multinode": (
+            "slurm/test_sweep.py::test_eight_trials"
+        ),
+    },
     "preflight/README.md": {
         "VENV=~/project/.venv sbatch run.slurm": PREFLIGHT + "healthy",
         "VENV=~/project/.venv sbatch run.slurm --pattern per-process": PREFLIGHT + "per_process",
@@ -73,6 +83,9 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         "VENV=../examples/ddp_spawn/.venv sbatch run.slurm": NOTEBOOKS + "test_only_for_its_owner",
         "cat jupyter-*.out": NOTEBOOKS + "test_only_for_its_owner",
         "python usage.py ~/project/output/1234": "test_results.py::test_what_a_run_has_used",
+        "python export.py output --to tensorboard --store output/tensorboard": "test_export.py::test_tensorboard",
+        "python export.py output --to mlflow --store output/mlflow": "test_export.py::test_mlflow_and_wandb",
+        "python export.py output --to wandb --store output/wandb": "test_export.py::test_mlflow_and_wandb",
         "apptainer exec example.sif python3 -m venv --system-site-packages .venv": (
             "slurm/test_containers.py::test_notebook"
         ),

@@ -235,6 +235,7 @@ ARROWS: dict[str, set[str]] = {
     "examples": {"common"},
     "preflight": set(),
     "jupyter": {"common"},  # that of the run's example
+    "sweep": set(),
     "lab": set(),
     "harness": {"common", "lab"},
     "benchmarks": {"common", "harness", "lab"},

@@ -1,0 +1,188 @@
+"""Write runs to TensorBoard, MLflow or Weights & Biases, from the metrics.csv and run.json that train.py has written.
+
+    python export.py ~/project/output --to tensorboard --store ~/tensorboard
+
+takes every run below the folder, old and running. Repeated, it adds what is new, and nothing twice. It needs Python
+3.11 and the package of that name (`pip install tensorboard`, `mlflow` or `wandb`), and no PyTorch, example or server.
+"""
+
+import argparse
+import csv
+import hashlib
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+TOOLS = ("tensorboard", "mlflow", "wandb")
+PACKAGES = {"site-packages", "node_modules", "__pycache__"}  # folders without runs, with very many files
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is on disk of one run."""
+
+    name: str  # its folder, below the one that was named
+    key: str  # the same for the same folder in every call, and no other's
+    rows: list[dict[str, float]]  # of metrics.csv
+    facts: dict[str, Any]  # of run.json; empty where there is none
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the last start."""
+        return self.facts.get("settings", {})
+
+    def time_of(self, row: dict[str, float]) -> float:
+        """Return a moment for a row, in seconds since 1970: the start of the run and its epochs until then."""
+        start = self.facts.get("starts", [{}])[0].get("time", 0)
+        epochs = [one["seconds"] for one in self.rows if one["epoch"] <= row["epoch"]]
+        return (start if isinstance(start, int | float) else 0) + sum(epochs)
+
+
+def find_runs(top: Path) -> list[Run]:
+    """Return every run below a folder, in the order of their names."""
+    runs = []
+    for folder, names, files in os.walk(top):
+        names[:] = sorted(name for name in names if not name.startswith(".") and name not in PACKAGES)
+        if "metrics.csv" not in files:
+            continue
+        place = Path(folder)
+        try:
+            with open(place / "metrics.csv", newline="") as file:
+                rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+        except (TypeError, ValueError):
+            continue  # another program's
+        if rows and {"epoch", "train_loss", "seconds"} <= rows[0].keys():
+            try:
+                facts = json.loads((place / "run.json").read_text())
+            except (OSError, ValueError):
+                facts = {}
+            key = hashlib.sha256(str(place.resolve()).encode()).hexdigest()[:16]
+            name = str(place.relative_to(top)) if place != top else place.resolve().name
+            runs.append(Run(name, key, rows, facts))
+    return runs
+
+
+def to_tensorboard(runs: list[Run], store: Path) -> dict[str, int]:
+    """Append to one folder of event files for each run; what is there already is read back from these."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    added = {}
+    for run in runs:
+        folder = store / run.name
+        there: set[tuple[str, int]] = set()
+        if folder.exists():
+            events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+            events.Reload()
+            there = {(tag, one.step) for tag in events.Tags()["scalars"] for one in events.Scalars(tag)}
+        new = [
+            (row, name)
+            for row in run.rows
+            for name in row
+            if name != "epoch" and (name, int(row["epoch"])) not in there
+        ]
+        if new:
+            writer = EventFileWriter(str(folder))
+            for row, name in new:
+                summary = Summary(value=[Summary.Value(tag=name, simple_value=row[name])])
+                writer.add_event(Event(wall_time=run.time_of(row), step=int(row["epoch"]), summary=summary))
+            writer.close()
+        added[run.name] = len({row["epoch"] for row, _ in new})
+    return added
+
+
+def to_mlflow(runs: list[Run], store: Path) -> dict[str, int]:
+    """Write to a file of SQLite in the folder, with a tag by which a run is found again."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    from mlflow.entities import Metric, Param
+    from mlflow.tracking import MlflowClient
+
+    store.mkdir(parents=True, exist_ok=True)
+    client, added = MlflowClient(f"sqlite:///{store.resolve()}/mlflow.db"), {}
+    found = client.get_experiment_by_name("runs")
+    artifacts = (store.resolve() / "artifacts").as_uri()
+    experiment = found.experiment_id if found else client.create_experiment("runs", artifacts)
+    for run in runs:
+        those = client.search_runs([experiment], f"tags.exported_from = '{run.key}'")
+        tags = {"exported_from": run.key}
+        one = those[0] if those else client.create_run(experiment, run_name=run.name, tags=tags)
+        there = {int(m.step) for m in client.get_metric_history(one.info.run_id, "train_loss")}
+        new = [row for row in run.rows if int(row["epoch"]) not in there]
+        known = one.data.params  # MLflow refuses another value; after a resume the first one stays
+        params = [Param(k, str(v)[:500]) for k, v in run.settings.items() if k not in known]
+        for begin in range(0, len(new), 100):  # MLflow takes at most 1,000 values at a time
+            metrics = [
+                Metric(name, row[name], int(1000 * run.time_of(row)), int(row["epoch"]))
+                for row in new[begin : begin + 100]
+                for name in row
+                if name != "epoch"
+            ]
+            client.log_batch(one.info.run_id, metrics=metrics)
+        client.log_batch(one.info.run_id, params=params[:100])
+        client.update_run(one.info.run_id, status="FINISHED" if ended(run) else "RUNNING")
+        added[run.name] = len(new)
+    return added
+
+
+def to_wandb(runs: list[Run], store: Path) -> dict[str, int]:
+    """Write offline runs for `wandb sync`; each call adds one of the same id with the epochs that are new.
+
+    What was written stands beside them, since an offline run cannot be opened again.
+    """
+    import wandb
+
+    store.mkdir(parents=True, exist_ok=True)
+    record = store / "exported.json"  # key: the last epoch
+    done = json.loads(record.read_text()) if record.exists() else {}
+    added = {}
+    for run in runs:
+        new = [row for row in run.rows if row["epoch"] > done.get(run.key, 0)]
+        added[run.name] = len(new)
+        if not new:
+            continue
+        silent = wandb.Settings(silent=True, console="off")
+        options = {"project": "runs", "name": run.name, "id": run.key, "resume": "allow", "mode": "offline"}
+        with wandb.init(**options, dir=str(store), config=run.settings, settings=silent) as log:
+            for row in new:
+                values = {name: value for name, value in row.items() if name != "epoch"}
+                log.log(values | {"_timestamp": run.time_of(row)}, step=int(row["epoch"]))
+        done[run.key] = new[-1]["epoch"]
+        part = record.with_suffix(".part")
+        part.write_text(json.dumps(done))
+        part.replace(record)  # in one step
+    return added
+
+
+def ended(run: Run) -> bool:
+    """Whether a run has done all epochs that its last start asked for."""
+    return bool(run.settings) and run.rows[-1]["epoch"] >= run.settings.get("epochs", 0)
+
+
+def main() -> None:
+    """Read the command line, find the runs and write them."""
+    parser = argparse.ArgumentParser("export.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path, help="one with runs in it: every metrics.csv below it is one")
+    parser.add_argument("--to", choices=TOOLS, required=True)
+    parser.add_argument("--store", type=Path, required=True, help="the folder that is written, for all runs")
+    args = parser.parse_args()
+    if find_spec(args.to) is None:
+        parser.error(f"--to {args.to} needs a package that is not installed: pip install {args.to}")
+    runs = find_runs(args.folder) if args.folder.is_dir() else []
+    if not runs:
+        parser.error(f"no run in {args.folder}: train.py writes metrics.csv after its first epoch")
+    start = time.monotonic()
+    added = {"tensorboard": to_tensorboard, "mlflow": to_mlflow, "wandb": to_wandb}[args.to](runs, args.store)
+    for name, epochs in added.items():
+        print(f"{name}: {epochs} new epochs" if epochs else f"{name}: nothing new")
+    print(f"{len(runs)} runs in {args.store}, {time.monotonic() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

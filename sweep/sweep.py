@@ -1,0 +1,418 @@
+"""Search settings of an example: tasks of a job array share Optuna's journal file, and each trains one trial at a time.
+
+`run` is what sweep.slurm starts in each task, `show FOLDER` prints a table and draws a picture, also meanwhile.
+See ../docs/sweeps.md. A trial is the example's own run.slurm in this task's allocation, with an output folder of its
+own. Who has a trial stands in the journal: a trial whose task is no longer in SLURM's queue is taken up by another
+task, where its checkpoint is.
+"""
+
+import argparse
+import contextlib
+import csv
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+NAME = "sweep"  # of the study in the journal
+EVERY = 1.0  # seconds between two looks at metrics.csv
+SAVES = 90  # seconds that a run gets to save and end after the signal; --signal in sweep.slurm is longer
+SETTLES = 3  # seconds after a failure in which SLURM may say that it has ended the whole task
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+class SweepError(Exception):
+    """Something has to be corrected; the message is one line that says what."""
+
+
+# ---- What is searched ----
+
+
+def vary(text: str) -> tuple[str, list[Any]]:
+    """Return the name of a flag and what it may be: ["log", low, high], ["range", low, high] or ["of", value, ...]."""
+    name, _, values = text.partition("=")
+    words = values.split(":")
+    with contextlib.suppress(ValueError):
+        kind, bounds = ("log", words[1:]) if words[0] == "log" else ("range", words)
+        if len(bounds) == 2:
+            number = int if all(word.lstrip("-").isdigit() for word in bounds) else float
+            low, high = map(number, bounds)
+            if name and low < high and (kind != "log" or low > 0):
+                return name, [kind, low, high]
+        elif name and kind == "range" and len(bounds) == 1 and len(set(values.split(","))) > 1:
+            return name, ["of", *values.split(",")]
+    raise argparse.ArgumentTypeError(f"{text!r}: such as lr=log:1e-4:1e-1, warmup-steps=0:50, batch-size=16,32,64")
+
+
+def suggest(trial: Trial, space: dict[str, list[Any]]) -> dict[str, Any]:
+    """Return the trial's settings; those that it has already stay as they are."""
+    found = {}
+    for name, (kind, *values) in space.items():
+        if kind == "of":
+            found[name] = trial.suggest_categorical(name, values)
+        elif isinstance(values[0], int):
+            found[name] = trial.suggest_int(name, *values, log=kind == "log")
+        else:
+            found[name] = trial.suggest_float(name, *values, log=kind == "log")
+    return found
+
+
+# ---- Who has which trial ----
+
+
+def own_task() -> str:
+    """Return the id of this task as squeue shows it, which a requeue keeps."""
+    array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
+    return f"{array}_{task}" if array else os.environ.get("SLURM_JOB_ID", "")
+
+
+def living() -> set[str] | None:
+    """Return the ids of all tasks of this user that run or wait, or None if SLURM does not answer."""
+    words = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"sweep.py: squeue says nothing ({error}): trials of other tasks are left to them")
+        return None
+    return set(done.stdout.split())
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock under which trials are given out; it is Optuna's, which works on NFS, and outlives no dead task."""
+    lock = JournalFileOpenLock(str(folder / "trials"))
+    lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def open_study(folder: Path, settings: dict[str, Any] | None = None, startup: int = 0, warmup: int = 0) -> tuple:
+    """Return the study of a folder and its storage; with settings make it, if there is none, and refuse others."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if settings:
+        folder.mkdir(parents=True, exist_ok=True)
+    elif not (folder / "journal.log").exists():
+        raise SweepError(f"there is no sweep in {folder}: it has no journal.log")
+    storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
+    if not settings:
+        return optuna.load_study(study_name=NAME, storage=storage), storage
+    with locked(folder):
+        study = optuna.create_study(
+            study_name=NAME,
+            storage=storage,
+            load_if_exists=True,
+            sampler=optuna.samplers.TPESampler(constant_liar=True),  # tells tasks that run at a time apart
+            pruner=optuna.pruners.MedianPruner(startup, warmup),
+            direction="maximize" if settings["maximize"] else "minimize",
+        )
+        if study.user_attrs.setdefault("settings", settings) != settings:
+            had = study.user_attrs["settings"]
+            differ = ", ".join(name for name in settings if settings[name] != had.get(name))
+            raise SweepError(f"the sweep in {folder} has other settings ({differ}): name another --folder")
+        study.set_user_attr("settings", settings)
+    return study, storage
+
+
+def trial_of(study: optuna.Study, storage: Any, number: int) -> Trial:
+    """Return the trial of a number, to report to."""
+    return Trial(study, storage.get_trial_id_from_study_id_trial_number(storage.get_study_id_from_name(NAME), number))
+
+
+def next_trial(study: optuna.Study, storage: Any, folder: Path, trials: int) -> Trial | None:
+    """Return this task's trial: its own that was interrupted, else one of a dead task, else a new one, else None."""
+    task = own_task()
+    before = {one.number: one.user_attrs.get("task") for one in study.get_trials(states=[TrialState.RUNNING])}
+    alive = living() if set(before.values()) - {task} else set()
+    with locked(folder):
+        running = study.get_trials(states=[TrialState.RUNNING])
+
+        def free(one: FrozenTrial) -> bool:
+            owner = one.user_attrs.get("task")  # none: its task died before it could write that
+            return not owner or (alive is not None and owner not in alive and before.get(one.number) == owner)
+
+        ours = [one for one in running if one.user_attrs.get("task") == task] + [one for one in running if free(one)]
+        if ours:
+            trial = trial_of(study, storage, ours[0].number)
+        elif len(study.get_trials(deepcopy=False)) < trials:
+            trial = study.ask()
+        else:
+            return None
+        trial.set_user_attr("starts", trial.user_attrs.get("starts", 0) + 1)
+        trial.set_user_attr("task", task)
+        return trial
+
+
+# ---- One trial ----
+
+
+def rows_of(output: Path) -> list[dict[str, float]]:
+    """Return the rows of a run's metrics.csv, which is there after the first epoch."""
+    try:
+        with open(output / "metrics.csv", newline="") as file:
+            return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    except FileNotFoundError:
+        return []
+
+
+class Task:
+    """What this task was asked by signals, and its trial's run."""
+
+    def __init__(self) -> None:
+        self.asked = False  # to end: USR1 near the time limit, TERM at a preemption or scancel
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+
+    def stop(self, run: subprocess.Popen, mark: Path) -> None:
+        """Stop a run as SLURM does near the time limit: it saves, and ends or says that it may be ended."""
+        deadline = time.monotonic() + SAVES
+        if run.poll() is None:
+            run.send_signal(signal.SIGUSR1)
+        while run.poll() is None and not mark.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.wait(10)  # what stops at a step ends by itself; other examples stop after an epoch, and go on here
+        for number, seconds in ((signal.SIGTERM, 30), (signal.SIGKILL, 30)):
+            if run.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    for child in children(run.pid):  # srun, which ends its step; run.slurm then ends as well
+                        os.kill(child, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    run.wait(seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+
+    def train(self, args: argparse.Namespace, study: optuna.Study, trial: Trial) -> bool:
+        """Train a trial until it ends or is pruned, and tell the study; return False if this task has to end."""
+        name = f"trial-{trial.number:03}"
+        output, mark, log = args.folder / name, args.folder / f"{name}.saved", args.folder / f"{name}.log"
+        mark.unlink(missing_ok=True)
+        settings, starts = suggest(trial, args.space), trial.user_attrs["starts"]
+        flags = [word for flag, value in settings.items() for word in (f"--{flag}", str(value))]
+        print(f"trial {trial.number}, start {starts}: {' '.join(flags)}; log: {log}")
+        variables = {
+            "OUTPUT_DIR": str(output),
+            "KEPT_CODE": str(output / "code"),  # a trial goes on with the program that it began with
+            "SLURM_RESTART_COUNT": str(starts - 1),  # of the trial, by which run.slurm sees that it makes no progress
+            "SUCCESSORS": "0",  # it submits no job: see `requeue`
+            "SWEEP_MARK": str(mark),
+        }
+        with open(log, "a") as file:
+            words = ["bash", "run.slurm", *args.arguments, *flags]
+            run = subprocess.Popen(
+                words, cwd=args.example, env=os.environ | variables, stdout=file, stderr=file, start_new_session=True
+            )
+        seen, bad = 0, False
+        try:
+            while run.poll() is None and not self.asked and not bad:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    run.wait(EVERY)
+                seen, bad = follow(args, trial, rows_of(output), seen)
+            if self.asked or bad:
+                self.stop(run, mark)
+        except SweepError:
+            self.stop(run, mark)
+            study.tell(trial.number, state=TrialState.FAIL)
+            raise
+        rows, saved = rows_of(output), mark.exists()
+        mark.unlink(missing_ok=True)
+        follow(args, trial, rows, seen)
+        if bad or (run.returncode == 0 and not saved and rows and math.isnan(rows[-1][args.metric])):
+            return done(study, trial, TrialState.PRUNED)
+        if saved:  # it has asked to be requeued
+            requeue(trial)
+            return False
+        if run.returncode == 0 and rows:
+            return done(study, trial, TrialState.COMPLETE, rows[-1][args.metric])
+        deadline = time.monotonic() + SETTLES
+        while not self.asked and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if self.asked:
+            print(f"trial {trial.number} was stopped without having saved: it waits for a task that takes it up")
+            return False
+        return done(study, trial, TrialState.FAIL)
+
+
+def children(process: int) -> list[int]:
+    """Return the children of a process."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == process:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def follow(args: argparse.Namespace, trial: Trial, rows: list[dict[str, float]], seen: int) -> tuple[int, bool]:
+    """Report the epochs from number `seen` on; return how many there are, and whether the trial is a bad one."""
+    known = trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values  # by a task that has died since
+    bad = False
+    for row in rows[seen:]:
+        if args.metric not in row:
+            raise SweepError(f"metrics.csv has no column {args.metric}: --metric may be one of {', '.join(row)}")
+        if int(row["epoch"]) not in known:
+            trial.report(row[args.metric], int(row["epoch"]))
+        bad = bad or math.isnan(row[args.metric]) or trial.should_prune()
+    return len(rows), bad
+
+
+def done(study: optuna.Study, trial: Trial, state: TrialState, value: float | None = None) -> bool:
+    """Write down how a trial has ended."""
+    study.tell(trial.number, value, state)
+    print(f"trial {trial.number}: {state.name.lower()}{'' if value is None else f', {value:.6g}'}")
+    return True
+
+
+def requeue(trial: Trial) -> None:
+    """Have SLURM start this task again; its trial stays its own."""
+    asked = subprocess.run(["scontrol", "requeue", own_task()], capture_output=True, text=True)
+    says = "the task is requeued, and goes on with it"
+    if asked.returncode:
+        says = f"SLURM refuses to requeue the task ({asked.stderr.strip()}): submit the same sweep again, to go on"
+    print(f"trial {trial.number} has saved: {says}")
+
+
+def work(args: argparse.Namespace) -> None:
+    """Train trials until none is left, or this task has to end."""
+    settings = {name: getattr(args, name) for name in ("space", "metric", "maximize", "arguments")}
+    settings |= {"example": str(args.example)}
+    task = Task()
+    study, storage = open_study(args.folder, settings, args.startup, args.warmup)
+    while not task.asked:
+        trial = next_trial(study, storage, args.folder, args.trials)
+        if trial is None:
+            print(f"no trial is left to begin: see `python sweep.py show {args.folder}`")
+            return
+        if not task.train(args, study, trial):
+            return
+
+
+# ---- The result ----
+
+
+def last_value(trial: FrozenTrial) -> float:
+    """Return a trial's metric after its last epoch; nan if it has none."""
+    return trial.intermediate_values.get(trial.last_step, math.nan) if trial.value is None else trial.value
+
+
+def show(folder: Path) -> None:
+    """Print a table of all trials, the best first, and write it as sweep.csv and as a picture, sweep.png."""
+    study, _ = open_study(folder)
+    settings = study.user_attrs["settings"]
+    names, metric, sign = list(settings["space"]), settings["metric"], -1 if settings["maximize"] else 1
+    order = {TrialState.COMPLETE: 0, TrialState.RUNNING: 1, TrialState.PRUNED: 2}
+
+    def key(trial: FrozenTrial) -> tuple[float, float]:
+        value = last_value(trial)
+        return order.get(trial.state, 3), math.inf if math.isnan(value) else sign * value
+
+    trials = sorted(study.trials, key=key)
+    head = ["trial", "state", metric, "epochs", "starts", *names]
+    rows = [
+        [t.number, t.state.name.lower(), f"{last_value(t):.6g}", t.last_step or 0, t.user_attrs.get("starts", 0)]
+        + [f"{v:.4g}" if isinstance(v, float) else v for v in (t.params.get(name, "") for name in names)]
+        for t in trials
+    ]
+    with open(folder / "sweep.csv", "w", newline="") as file:
+        csv.writer(file).writerows([head, *rows])
+    widths = [max(len(str(cell)) for cell in column) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        print("  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    draw(trials, names, metric, folder / "sweep.png")
+    print(f"the same in {folder / 'sweep.csv'}, a picture in {folder / 'sweep.png'}")
+
+
+def draw(trials: list[FrozenTrial], names: list[str], metric: str, path: Path) -> None:
+    """Draw the metric by epoch, and at its end by each of the settings."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colours = {"COMPLETE": "C0", "PRUNED": "0.7", "RUNNING": "C2", "FAIL": "C3"}
+    size = (4 * (len(names) + 1), 3.6)
+    figure, panels = plt.subplots(1, len(names) + 1, figsize=size, squeeze=False, layout="constrained")
+    first, *others = panels[0]
+    for trial in reversed(trials):  # the best on top
+        state, value = trial.state.name, last_value(trial)
+        colour = colours.get(state, "0.5")
+        label = "" if state.lower() in first.get_legend_handles_labels()[1] else state.lower()
+        points = sorted(trial.intermediate_values.items())
+        first.plot([epoch for epoch, _ in points], [loss for _, loss in points], color=colour, marker=".")
+        first.plot([], [], color=colour, marker="o", label=label)
+        for axes, name in zip(others, names, strict=True):
+            if name in trial.params and not math.isnan(value):
+                axes.plot(trial.params[name], value, "o", color=colour)
+    first.set(xlabel="epoch", ylabel=metric)
+    first.legend(frameon=False)
+    for axes, name in zip(others, names, strict=True):
+        axes.set(xlabel=name, ylabel=metric)
+        kinds = [trial.distributions[name] for trial in trials if name in trial.distributions]
+        if kinds and getattr(kinds[0], "log", False):
+            axes.set_xscale("log")
+    figure.savefig(path, dpi=120)
+
+
+# ---- The command line ----
+
+
+def parse_args() -> argparse.Namespace:
+    """Return the arguments; what cannot be right ends the program with one line."""
+    parser = argparse.ArgumentParser("sweep.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    shown = commands.add_parser("show", help="print a table of the trials, and draw a picture")
+    shown.add_argument("folder", type=Path, help="the sweep's --folder")
+    run = commands.add_parser("run", help="train trials, in a task of sweep.slurm")
+    run.add_argument("example", help="an example's name, or a folder with a run.slurm")
+    run.add_argument("--vary", type=vary, action="append", required=True, metavar="FLAG=VALUES")
+    run.add_argument("--trials", type=int, default=20, help="of all tasks together (default: 20)")
+    run.add_argument("--metric", default="test_loss", help="a column of metrics.csv (default: test_loss)")
+    run.add_argument("--maximize", action="store_true", help="the largest is best, as with test_accuracy")
+    run.add_argument("--startup", type=int, default=4, help="trials that are complete before one is pruned (4)")
+    run.add_argument("--warmup", type=int, default=2, help="no trial is pruned in its first epochs (2)")
+    run.add_argument("--folder", type=Path, help="of the whole sweep (default: output/EXAMPLE)")
+    words = sys.argv[1:]
+    at = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:at])
+    if args.command == "show":
+        return args
+    args.arguments = words[at + 1 :]  # what all trials have in common, for the example's run.slurm
+    example = EXAMPLES / args.example if (EXAMPLES / args.example).is_dir() else Path(args.example)
+    args.example, args.space = example.resolve(), dict(args.vary)
+    args.folder = (args.folder or Path("output", args.example.name)).resolve()
+    if not (args.example / "run.slurm").exists():
+        names = ", ".join(sorted(path.parent.name for path in EXAMPLES.glob("*/run.slurm")))
+        run.error(f"{example} has no run.slurm: name such a folder, or one of {names}")
+    if min(args.trials, args.startup) < 1 or args.warmup < 0:
+        run.error("--trials and --startup must be 1 or more, and --warmup not below 0")
+    if not own_task():
+        run.error("it needs an allocation: sbatch sweep.slurm")
+    return args
+
+
+def main() -> None:
+    """Do what the command line says."""
+    args = parse_args()
+    try:
+        show(args.folder) if args.command == "show" else work(args)
+    except SweepError as error:
+        sys.exit(f"sweep.py: error: {error}")
+
+
+if __name__ == "__main__":
+    main()

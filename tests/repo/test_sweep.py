@@ -1,0 +1,150 @@
+"""sweep/sweep.py with a program that trains nothing: who takes which trial, pruning, dead tasks, and bad input."""
+
+import csv
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.launchers import ROOT
+from harness.processes import wait_until
+
+SWEEP = ROOT / "sweep" / "sweep.py"
+# In the place of an example: the loss is --lr, in each of three epochs. With --hold an epoch ends when that file is
+# there. It answers the signal as run.slurm does, and fails with --lr 9.
+RUN = r"""
+trap 'scontrol requeue 1; exit 0' USR1
+while [[ $# -gt 0 ]]; do [[ $1 == --lr ]] && lr=$2; [[ $1 == --hold ]] && hold=$2; shift; done
+[[ "$lr" != 9 ]] || exit 3
+metrics="$OUTPUT_DIR/metrics.csv"
+mkdir -p "$OUTPUT_DIR"
+[[ -e "$metrics" ]] || echo epoch,test_loss >"$metrics"
+epoch=$(($(wc -l <"$metrics") - 1))
+echo "begins after epoch $epoch" >>"$OUTPUT_DIR/starts"
+while ((epoch < 3)); do
+    epoch=$((epoch + 1))
+    echo "$epoch,$lr" >>"$metrics"
+    while [[ "$hold" && ! -e "$hold" ]]; do sleep 0.1; done
+done
+"""
+# What sweep.slurm puts before the command scontrol.
+FUNCTION = (ROOT / "sweep" / "sweep.slurm").read_text().split("\nscontrol()")[1].splitlines()[0]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
+    """A function that starts a task of an array, the first or another; squeue says that 1 and 3 live."""
+    (tmp_path / "example").mkdir()
+    (tmp_path / "example" / "run.slurm").write_text(RUN)
+    (tmp_path / "bin").mkdir()
+    for name, text in {"squeue": "echo 7_1 7_3", "scontrol": f'echo "$@" >>{tmp_path}/requeued'}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    def begin(task: int, *words: str) -> subprocess.Popen:
+        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+        variables = {"PATH": path, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(task)}
+        script = f'scontrol(){FUNCTION}; export -f scontrol; exec "$@"'
+        command = ["bash", "-c", script, "bash", sys.executable, str(SWEEP), *words]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=tmp_path, env=os.environ | variables, stdout=pipe, stderr=pipe, text=True)
+
+    return begin
+
+
+def table(folder: Path) -> dict[int, dict[str, str]]:
+    """Return what `show` writes, by the number of the trial."""
+    words = [sys.executable, str(SWEEP), "show", "output/example"]
+    shown = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 0, shown.stderr
+    assert (folder / "output/example/sweep.png").read_bytes().startswith(b"\x89PNG")
+    with open(folder / "output/example/sweep.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert all(row["state"] in shown.stdout for row in rows)
+    return {int(row["trial"]): row for row in rows}
+
+
+def test_no_trial_is_lost(tmp_path: Path, start: Callable[..., subprocess.Popen]) -> None:
+    """A killed task's trial is taken up by another, a stopped task's by itself; bad ones are pruned, none is two."""
+    words = ["run", "example", "--vary", "lr=log:0.001:1", "--trials", "7", "--startup", "2", "--warmup", "1"]
+    words += ["--", "--hold", str(tmp_path / "go")]
+    killed, log = start(2, *words), tmp_path / "output/example/trial-000/metrics.csv"
+    wait_until(lambda: log.exists() and len(log.read_text().splitlines()) == 2, 60, "the first epoch")
+    killed.kill()
+    killed.communicate()
+    shutil.move(tmp_path / "output/example/trial-000.log", tmp_path / "first.log")
+
+    stopped = start(1, *words)
+    wait_until((tmp_path / "output/example/trial-000.log").exists, 60, "the second start")
+    wait_until(lambda: "begins after epoch 1" in (log.parent / "starts").read_text(), 60, "its beginning")
+    stopped.send_signal(signal.SIGUSR1)
+    said, errors = stopped.communicate(timeout=60)
+    assert stopped.returncode == 0 and "trial 0 has saved: the task is requeued" in said, errors
+    assert (tmp_path / "requeued").read_text() == "requeue 7_1\n"
+    assert table(tmp_path)[0]["state"] == "running"
+
+    (tmp_path / "go").touch()
+    said, errors = start(1, *words).communicate(timeout=120)
+    assert "no trial is left" in said and not errors, said + errors
+    rows = table(tmp_path)
+    assert sorted(rows) == list(range(7)) and {row["state"] for row in rows.values()} <= {"complete", "pruned"}
+    assert rows[0]["starts"] == "3" and all(rows[number]["starts"] == "1" for number in range(1, 7))
+    best = min(rows.values(), key=lambda row: float(row["test_loss"]))
+    assert best["state"] == "complete" and float(best["test_loss"]) == pytest.approx(float(best["lr"]), rel=1e-3)
+
+
+def test_trials_of_the_living(tmp_path: Path, start: Callable[..., subprocess.Popen]) -> None:
+    """A trial whose task lives is left alone; a run that fails is a failed trial, and the sweep goes on."""
+    words = ["run", "example", "--vary", "lr=9,0.5", "--trials", "2", "--", "--hold", str(tmp_path / "go")]
+    first, output = start(1, *words), tmp_path / "output" / "example"
+    wait_until((output / "trial-000.log").exists, 60, "the first trial")
+    other = start(3, *words)
+    wait_until((output / "trial-001.log").exists, 60, "the second trial")
+    (tmp_path / "go").touch()
+    said, errors = other.communicate(timeout=60)
+    first_said, first_errors = first.communicate(timeout=60)
+    assert "no trial is left" in said and not errors + first_errors, said + errors + first_errors
+    rows = table(tmp_path)
+    assert sorted(rows) == [0, 1] and all(row["starts"] == "1" for row in rows.values())
+    for row in rows.values():
+        assert row["state"] == ("fail" if row["lr"] == "9" else "complete"), rows
+
+
+BAD = {
+    "no such example": (["run", "nope", "--vary", "lr=1:2"], "nope has no run.slurm: name such a folder, or one of"),
+    "no range": (["run", "example", "--vary", "lr=2:1"], "'lr=2:1': such as lr=log:1e-4:1e-1"),
+    "log of 0": (["run", "example", "--vary", "lr=log:0:1"], "such as lr=log"),
+    "one value": (["run", "example", "--vary", "lr=3"], "such as lr=log"),
+    "no trials": (["run", "example", "--vary", "lr=1:2", "--trials", "0"], "must be 1 or more"),
+    "no column": (["run", "example", "--vary", "lr=1:2", "--metric", "loss"], "no column loss: --metric may be one of"),
+    "no sweep": (["show", "nope"], "there is no sweep in nope"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input(start: Callable[..., subprocess.Popen], what: str) -> None:
+    """What cannot be right ends with one line that says so."""
+    words, says = BAD[what]
+    run = start(1, *words)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode != 0 and says in errors.splitlines()[-1] and "Traceback" not in errors, errors
+
+
+def test_other_settings(tmp_path: Path, start: Callable[..., subprocess.Popen]) -> None:
+    """A sweep goes on with the settings that it has, and without SLURM there is no task."""
+    for values, status in (("lr=1:2", 0), ("lr=1:3", 1)):
+        run = start(1, "run", "example", "--vary", values, "--trials", "1")
+        _, errors = run.communicate(timeout=60)
+        assert run.returncode == status, errors
+    assert errors.splitlines() == [
+        f"sweep.py: error: the sweep in {tmp_path}/output/example has other settings (space): name another --folder"
+    ]
+    words = [sys.executable, str(SWEEP), "run", "example", "--vary", "lr=1:2"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    refused = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and "needs an allocation: sbatch sweep.slurm" in refused.stderr

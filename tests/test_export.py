@@ -1,0 +1,141 @@
+"""jupyter/export.py: a run while it runs and after it, read back by the tool's own reader or from its own file."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness import outputs, readme, runs
+from harness.launchers import ROOT
+from harness.runs import Reference
+
+pytestmark = pytest.mark.only("torchrun_vision")  # whose environment has TensorBoard
+PAGE = ROOT / "jupyter" / "README.md"
+TOOLS = ("tensorboard", "mlflow", "wandb")
+
+
+def export(top: Path, tool: str, *, extra: Path | None = None) -> str:
+    """Run the page's command for a tool in `top`, which has the runs in `output`; return what it prints."""
+    commands = [line for block in readme.blocks(PAGE) for line in block if f"export.py output --to {tool}" in line]
+    words = commands[0].replace("export.py", str(PAGE.with_name("export.py"))).split()
+    assert words[0] == "python" and words[-2:] == ["--store", f"output/{tool}"]
+    run = runs.Run([sys.executable, *words[1:]], top, {"PYTHONPATH": str(extra or "")}).wait()
+    assert run.status == 0, run.stderr
+    return run.stdout
+
+
+def as_it_ran(reference: Reference, top: Path, epochs: int) -> list[dict[str, float]]:
+    """Put a run below `top` as it was after some epochs; return the rows that it had."""
+    output = top / "output" / "1234"
+    if not output.exists():
+        shutil.copytree(reference.output, output)
+    lines = (reference.output / "metrics.csv").read_text().splitlines(keepends=True)
+    (output / "metrics.csv").write_text("".join(lines[: epochs + 1]))
+    return outputs.read_metrics(output)
+
+
+def check(found: dict[str, dict[int, list[float]]], rows: list[dict[str, float]]) -> None:
+    """Check that each column has each epoch's value once."""
+    for name in set(rows[0]) - {"epoch"}:
+        assert found[name] == {row["epoch"]: [pytest.approx(row[name], rel=1e-6)] for row in rows}, name
+
+
+def collect(points: Iterator[tuple[str, int, float]]) -> dict[str, dict[int, list[float]]]:
+    """Return the values of each name by their epochs."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for name, step, value in points:
+        found.setdefault(name, {}).setdefault(step, []).append(value)
+    return found
+
+
+def test_tensorboard(example: str, reference: Reference, tmp_path: Path) -> None:
+    """TensorBoard's reader finds each epoch once, also of a run that went on, and after a third call."""
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    total = len(outputs.read_metrics(reference.output))
+    for epochs, says in ((2, "1234: 2 new epochs"), (total, f"1234: {total - 2} new epochs"), (total, "nothing new")):
+        rows = as_it_ran(reference, tmp_path, epochs)
+        assert says in export(tmp_path, "tensorboard")
+        events = EventMultiplexer(size_guidance={"scalars": 0})
+        events.AddRunsFromDirectory(str(tmp_path / "output" / "tensorboard")).Reload()
+        tags = events.Runs()["1234"]["scalars"]
+        check(collect((tag, one.step, one.value) for tag in tags for one in events.Scalars("1234", tag)), rows)
+
+
+def test_bad_input(example: str, tmp_path: Path) -> None:
+    """A folder without runs, another program's file alone, and a package that is not there are one line each."""
+    (tmp_path / "metrics.csv").write_text("a,b\n1,x\n")
+    program = str(PAGE.with_name("export.py"))
+    for words, says in (
+        ([".", "--to", "tensorboard"], "no run in .: train.py writes metrics.csv"),
+        (["none", "--to", "tensorboard"], "no run in none"),
+        ([".", "--to", "mlflow"], "--to mlflow needs a package that is not installed: pip install mlflow"),
+        ([".", "--to", "files"], "invalid choice: 'files'"),
+    ):
+        command = [sys.executable, program, *words, "--store", "store"]
+        refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert refused.returncode == 2 and says in refused.stderr.splitlines()[-1], refused.stderr
+        assert not (tmp_path / "store").exists()
+
+
+# Read by MLflow's client, and by W&B's messages from its files, for which it has no reader: blocks of 32 KiB of records
+# with a head of 7 bytes, as in LevelDB's logs.
+MLFLOW = """
+import json, sys
+from mlflow.tracking import MlflowClient
+client = MlflowClient("sqlite:///output/mlflow/mlflow.db")
+(run,) = client.search_runs([client.get_experiment_by_name("runs").experiment_id])
+points = [[m.key, m.step, m.value] for key in run.data.metrics for m in client.get_metric_history(run.info.run_id, key)]
+print(json.dumps([points, run.data.params, run.info.run_name, run.info.status]))
+"""
+WANDB = """
+import json, struct
+from pathlib import Path
+from wandb.proto.wandb_internal_pb2 import Record
+points, runs, settings = [], set(), {}
+for path in sorted(Path("output/wandb").glob("wandb/offline-run-*/*.wandb")):
+    data, at, part = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        part += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            record, part = Record.FromString(part), b""
+            if record.WhichOneof("record_type") == "run":
+                runs.add((record.run.run_id, record.run.display_name))
+                settings |= {one.key: json.loads(one.value_json) for one in record.run.config.update}
+            elif record.WhichOneof("record_type") == "history":
+                for one in record.history.item:
+                    name = one.key or ".".join(one.nested_key)
+                    points.append([name, record.history.step.num, float(one.value_json)])
+((_, name),) = runs
+print(json.dumps([points, settings, name, "FINISHED"]))
+"""
+
+
+@pytest.mark.runs("weekly")
+@pytest.mark.parametrize(("tool", "reader"), [("mlflow", MLFLOW), ("wandb", WANDB)])
+def test_mlflow_and_wandb(example: str, reference: Reference, tmp_path: Path, tool: str, reader: str) -> None:
+    """The same with MLflow and W&B: one run, its settings, and each epoch's values once."""
+    pinned = re.search(rf"{tool}==[\d.]+", PAGE.read_text())[0]
+    assert pinned in (ROOT / "examples" / example / "README.md").read_text()
+    extra = tmp_path / "extra"
+    install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--target", str(extra), pinned]
+    subprocess.run(install, check=True, timeout=400)
+    total = len(outputs.read_metrics(reference.output))
+    for epochs, says in ((2, "1234: 2 new epochs"), (total, f"1234: {total - 2} new epochs"), (total, "nothing new")):
+        rows = as_it_ran(reference, tmp_path, epochs)
+        assert says in export(tmp_path, tool, extra=extra)
+        read = runs.Run([sys.executable, "-c", reader], tmp_path, {"PYTHONPATH": str(extra)}).wait()
+        points, settings, name, status = json.loads(read.stdout)
+        check(collect(map(tuple, points)), rows)
+        assert name == "1234" and float(settings["lr"]) == outputs.read_run(reference.output)["settings"]["lr"]
+    assert status == "FINISHED"
