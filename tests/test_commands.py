@@ -74,6 +74,11 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
             "slurm/test_sweep.py::test_eight_trials"
         ),
     },
+    "docs/using-the-model.md": {
+        "python hugging_face.py export --output-dir output --folder gpt": "test_fsdp.py::test_hugging_face",
+        "python hugging_face.py import --output-dir imported --folder gpt": "test_fsdp.py::test_hugging_face",
+        "torchrun --standalone --nproc-per-node=2 predict.py --images images/val": "test_predict.py::test_predictions",
+    },
     "preflight/README.md": {
         "VENV=~/project/.venv sbatch run.slurm": PREFLIGHT + "healthy",
         "VENV=~/project/.venv sbatch run.slurm --pattern per-process": PREFLIGHT + "per_process",

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from common import data
 from common.models import TinyGPT
 from harness import edits, outputs, readme, refusals, runs, samples
-from harness.launchers import LAUNCHERS
+from harness.launchers import LAUNCHERS, ROOT
 from harness.runs import Reference
 
 pytestmark = pytest.mark.only("fsdp")
@@ -307,3 +307,38 @@ def test_share_of_memory(example: str) -> None:
         held = sharding.measure("fsdp", processes // tensor_parallel, tensor_parallel, width=128, layers=2)
         for kind in ("parameters", "gradients", "optimizer state"):
             assert held[kind] * processes == pytest.approx(whole[kind], rel=0.05), (processes, tensor_parallel, kind)
+
+
+def test_hugging_face(example: str, folder: Path, reference: Reference) -> None:
+    """The page's commands: `transformers` loads what they write, with the same logits; the way back keeps the bits."""
+    export, back = next(list(block) for block in readme.blocks(ROOT / "docs" / "using-the-model.md"))
+    shutil.copytree(reference.output, folder / "output")
+    run = readme.run_block([export, back], folder)
+    assert run.stdout == "imported is gpt in the other format\n"
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    shape = json.loads((folder / "output" / "model.json").read_text())
+    ours = TinyGPT(**shape).eval()
+    ours.load_state_dict(outputs.read_model(folder / "output"))
+    theirs = AutoModelForCausalLM.from_pretrained(folder / "gpt", local_files_only=True).eval()
+    tokens = torch.randint(256, (4, shape["context"]), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        one, other = ours(tokens), theirs(tokens).logits
+    assert (one - other).abs().max() < 1e-4 < 1 < one.std()
+    assert json.loads((folder / "imported" / "model.json").read_text()) == shape
+    one, other = (outputs.read_model(folder / name) for name in ("imported", "output"))
+    assert outputs.largest_difference(one, other) == 0
+    tokenizer = AutoTokenizer.from_pretrained(folder / "gpt", local_files_only=True)
+    text = "a Ä\n नदी \x00\x7f"
+    assert tokenizer(text)["input_ids"] == list(text.encode()) and tokenizer.decode(list(text.encode())) == text
+
+    config = folder / "gpt" / "config.json"
+    config.write_text(config.read_text().replace('"gelu"', '"gelu_new"'))
+    refusals_of = {"export --output-dir none --folder x": "none"}
+    refusals_of |= {"export --output-dir output --folder gpt": "gpt is there"}
+    refusals_of |= {"import --output-dir x --folder gpt": "exact gelu", "import --output-dir x --folder none": "none"}
+    for words, text in refusals_of.items():
+        refused = runs.Run(["python", "hugging_face.py", *words.split()], folder).wait()
+        (line,) = [line for line in refused.stderr.splitlines() if "error:" in line]
+        assert refused.status == 2 and line.startswith("hugging_face.py: error: ") and text in line, refused.stderr
+    assert not (folder / "x").exists()

@@ -240,7 +240,7 @@ def kept_names(args, progress):
         number = path.stem.removeprefix("checkpoint-epoch-")
         if number.isdecimal() and not 0 <= epochs - int(number) < kept:
             path.unlink()
-    losses = [(row["test_loss"] != row["test_loss"], row["test_loss"]) for row in progress["history"]]  # NaN: the worst
+    losses = [((val := row.get("val_loss", row["test_loss"])) != val, val) for row in progress["history"]]  # NaN: last
     return [f"checkpoint-epoch-{epochs}.pt", *["checkpoint-best.pt"] * (losses.index(min(losses)) == epochs - 1)]
 
 

@@ -1,0 +1,133 @@
+"""Turn the model that train.py has left into one of Hugging Face's format, which `transformers` loads, and back.
+
+python hugging_face.py export --output-dir output --folder gpt
+python hugging_face.py import --output-dir imported --folder gpt
+"""
+
+import argparse
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from common.models import TinyGPT
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # it reads and writes local folders only
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+# TinyGPT is a GPT-2 under other names, but for three layers where GPT-2 has one, and for its exact GELU.
+NAMES = {"token": "wte", "position": "wpe", "norm": "ln_f"}
+BLOCK = {"norm1": "ln_1", "norm2": "ln_2", "proj": "attn.c_proj", "mlp.0": "mlp.c_fc", "mlp.2": "mlp.c_proj"}
+QUERY_KEY_VALUE = "attn.c_attn"
+
+
+def transposed(weight):
+    """Return a weight as the other model keeps it: of linear layers (inputs, outputs) for (outputs, inputs)."""
+    return weight.T if weight.dim() == 2 else weight
+
+
+def export_weights(weights, layers):
+    """Return GPT-2's weights, made of TinyGPT's."""
+    found = {}
+    for kind in ("weight", "bias"):
+        for ours, theirs in NAMES.items():
+            if f"{ours}.{kind}" in weights:
+                found[f"transformer.{theirs}.{kind}"] = weights[f"{ours}.{kind}"]
+        for number in range(layers):
+            block, other = f"blocks.{number}", f"transformer.h.{number}"
+            for ours, theirs in BLOCK.items():
+                found[f"{other}.{theirs}.{kind}"] = transposed(weights[f"{block}.{ours}.{kind}"])
+            parts = [weights[f"{block}.{name}.{kind}"] for name in ("query", "key", "value")]
+            found[f"{other}.{QUERY_KEY_VALUE}.{kind}"] = transposed(torch.cat(parts))
+    found["lm_head.weight"] = weights["head.weight"]
+    return {name: weight.contiguous() for name, weight in found.items()}
+
+
+def import_weights(weights, layers):
+    """Return TinyGPT's weights, made of GPT-2's: what export_weights has done, undone."""
+    found = {}
+    for kind in ("weight", "bias"):
+        for ours, theirs in NAMES.items():
+            if f"transformer.{theirs}.{kind}" in weights:
+                found[f"{ours}.{kind}"] = weights[f"transformer.{theirs}.{kind}"]
+        for number in range(layers):
+            block, other = f"blocks.{number}", f"transformer.h.{number}"
+            for ours, theirs in BLOCK.items():
+                found[f"{block}.{ours}.{kind}"] = transposed(weights[f"{other}.{theirs}.{kind}"])
+            parts = transposed(weights[f"{other}.{QUERY_KEY_VALUE}.{kind}"]).chunk(3)
+            for ours, part in zip(("query", "key", "value"), parts, strict=True):
+                found[f"{block}.{ours}.{kind}"] = part
+    found["head.weight"] = weights["transformer.wte.weight"]
+    return {name: weight.contiguous() for name, weight in found.items()}
+
+
+def byte_tokenizer():
+    """Return a tokenizer whose token N is the byte N of the text in UTF-8, as train.py reads it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # a letter for each byte: its own, where that can be printed
+    tokens = {letter: ord(letter) for letter in alphabet if ord(letter) < 256}
+    others = (byte for byte in range(256) if chr(byte) not in tokens)
+    tokens |= dict(zip((letter for letter in alphabet if ord(letter) >= 256), others, strict=True))
+    tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def export_model(output_dir, target):
+    """Write the model in an output folder of train.py as a folder that `transformers` loads."""
+    shape = json.loads((output_dir / "model.json").read_text())
+    weights = torch.load(output_dir / "model.pt", weights_only=True)
+    sizes = {"n_positions": shape["context"], "n_embd": shape["width"], "n_layer": shape["layers"]}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes |= {"n_head": shape["heads"], "activation_function": "gelu", "bos_token_id": None, "eos_token_id": None}
+    config = transformers.GPT2Config(vocab_size=len(weights["token.weight"]), **sizes, **dropout)
+    model = transformers.GPT2LMHeadModel(config).to(weights["token.weight"].dtype)
+    model.load_state_dict(export_weights(weights, shape["layers"]))
+    model.save_pretrained(target)
+    if config.vocab_size == 256:  # else the tokens are your own
+        byte_tokenizer().save_pretrained(target)
+
+
+def import_model(folder, target):
+    """Write the GPT-2 in a folder as model.pt and model.json, as train.py does; ValueError if TinyGPT cannot be it."""
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    known = config.model_type == "gpt2" and config.activation_function == "gelu"
+    if not known or config.n_inner not in (None, 4 * config.n_embd):
+        raise ValueError("its config.json is not of a GPT-2 with the exact gelu, as `export` writes it")
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder, local_files_only=True, dtype="auto")
+    shape = {"context": config.n_positions, "width": config.n_embd, "heads": config.n_head, "layers": config.n_layer}
+    shape |= {"vocab": config.vocab_size}
+    weights = import_weights(model.state_dict(), config.n_layer)
+    TinyGPT(**shape).load_state_dict(weights)
+    target.mkdir(parents=True)
+    torch.save(weights, target / "model.pt")
+    (target / "model.json").write_text(json.dumps(shape))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("direction", choices=("export", "import"), help="from --output-dir to --folder, or back")
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder with model.pt and model.json")
+    parser.add_argument("--folder", type=Path, required=True, help="folder in Hugging Face's format")
+    args = parser.parse_args()
+    source, target, convert = args.output_dir, args.folder, export_model
+    if args.direction == "import":
+        source, target, convert = args.folder, args.output_dir, import_model
+    if target.exists():
+        parser.error(f"{target} is there already: nothing was written")
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        convert(source, temporary)
+        os.replace(temporary, target)
+    except Exception as error:  # a damaged file can raise almost anything
+        parser.error(f"{source} cannot be converted: {str(error).strip().partition(chr(10))[0] or repr(error)}")
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    print(f"{target} is {source} in the other format")
+
+
+if __name__ == "__main__":
+    main()
