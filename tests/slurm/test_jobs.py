@@ -44,6 +44,7 @@ def test_shipped_job(example: str, shipped_job: Callable[[], Reference]) -> None
 
 
 @pytest.mark.runs("one")
+@pytest.mark.only(*[name for name, row in LAUNCHERS.items() if row.pattern])  # whose two jobs run at once
 def test_two_jobs_at_once(
     example: str, shipped_job: Callable[[], Reference], two_process_job: Callable[[], Reference]
 ) -> None:
