@@ -20,7 +20,7 @@ from lab import Lab, why_not
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.only("torchrun_multinode", "ddp_spawn"),
+    pytest.mark.only("torchrun_multinode"),
     pytest.mark.skipif(bool(why_not()), reason=str(why_not())),
 ]
 EPOCHS = 3
