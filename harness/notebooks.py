@@ -10,6 +10,7 @@ from harness.launchers import ROOT
 from lab import Lab
 
 FOLDER = ROOT / "jupyter"
+HEAD, NOBODY = "head", 65534  # the login node of the lab, and the number of a user who is somebody else
 
 # Asks for a path of a server without being sent elsewhere; prints the status, or why there is none.
 ASK = """

@@ -93,6 +93,9 @@ def seldom(ask: Callable[[], bool], pause: float = ASK_SLURM) -> Callable[[], bo
     return last
 
 
+PIPES = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT}  # options of `running`
+
+
 @contextlib.contextmanager
 def running(words: Sequence[object], **options: Any) -> Iterator[subprocess.Popen[str]]:
     """Run a command for as long as the block lasts, with a pipe for its stdout; `options` go to subprocess.Popen."""

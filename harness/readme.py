@@ -3,6 +3,7 @@
 import re
 import shlex
 import sysconfig
+import textwrap
 from pathlib import Path
 
 from harness import runs
@@ -21,6 +22,20 @@ def blocks(readme: Path) -> list[dict[str, str]]:
 def fences(readme: Path, language: str) -> list[str]:
     """Return the text of each fenced block of a README in one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", readme.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def indented(readme: Path, first: str) -> str:
+    """Return the text of the one indented block of a README that begins with these words."""
+    found = re.findall(r"(?:^    .*\n|^\n(?=    ))+", readme.read_text(), re.MULTILINE)
+    (block,) = (text for text in map(textwrap.dedent, found) if text.strip().startswith(first))
+    return block
+
+
+def tunnel(text: str) -> tuple[str, int, int]:
+    """Return the ssh command that a program has printed, its port on the user's own computer, and that on the node."""
+    command = re.search(r"^ +(ssh -N .*)$", text, re.MULTILINE)[1]
+    local, port = re.search(r"-L (\d+):127\.0\.0\.1:(\d+) ", command).groups()
+    return command, int(local), int(port)
 
 
 def until(readme: Path, last: str) -> list[str]:

@@ -22,6 +22,7 @@ LAB, HOROVOD_JOBS = "repo/test_lab.py::", "slurm/test_horovod_cpu_jobs.py::"
 PREFLIGHT, SCALE = "repo/test_preflight.py::test_", "repo/test_scale_model.py::test_"
 PINS = "repo/test_pins.py::test_command"
 NOTEBOOKS, ADDING = "slurm/test_jupyter.py::", "repo/test_adding_an_example.py::test_added"
+DEBUGGING = "slurm/test_debugging.py::test_"
 APT = "sudo apt-get install --no-install-recommends slurm-wlm munge iproute2 openmpi-bin libpmix-dev"
 RUN_BY = {  # document: command: the test that runs it, or the file that does
     "README.md": {
@@ -78,6 +79,14 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         "python hugging_face.py export --output-dir output --folder gpt": "test_fsdp.py::test_hugging_face",
         "python hugging_face.py import --output-dir imported --folder gpt": "test_fsdp.py::test_hugging_face",
         "torchrun --standalone --nproc-per-node=2 predict.py --images images/val": "test_predict.py::test_predictions",
+    },
+    "docs/debugging.md": {
+        "cp jupyter/owner_only.py ~/project": DEBUGGING + "debugger",
+        "cd ~/project": DEBUGGING + "debugger",
+        "SCRIPT=owner_only.py sbatch run.slurm --epochs 1 --timeout 3600": DEBUGGING + "debugger",
+        "srun --cpus-per-task=2 --time=02:00:00 .venv/bin/python owner_only.py tensorboard --logdir output": (
+            DEBUGGING + "tensorboard"
+        ),
     },
     "preflight/README.md": {
         "VENV=~/project/.venv sbatch run.slurm": PREFLIGHT + "healthy",

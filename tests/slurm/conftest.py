@@ -1,6 +1,8 @@
-"""The fixtures: the jobs that others are compared with."""
+"""The fixtures: the jobs that others are compared with, and ssh to nodes of the lab."""
 
-from collections.abc import Callable
+import contextlib
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from harness.jobs import (
     two_processes,
 )
 from harness.launchers import LAUNCHERS, copy_example
+from harness.notebooks import HEAD
+from harness.processes import PIPES, running
 from harness.runs import Reference
 from lab import Lab
 
@@ -53,3 +57,29 @@ def shipped_job(reference_job: Callable[[str], Reference]) -> Callable[[], Refer
 def two_process_job(reference_job: Callable[[str], Reference]) -> Callable[[], Reference]:
     """A function that returns what a job with 2 processes leaves; called last, since it may have to run the job."""
     return lambda: reference_job("small")
+
+
+@pytest.fixture
+def ssh(lab: Lab, tmp_path: Path) -> Iterator[None]:
+    """An ssh server on the login node and on node1, as clusters have them, and a key with which the lab's user enters.
+
+    The user's own computer is the login node, too.
+    """
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    for name in ("host", "user"):
+        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)]
+        subprocess.run(words, check=True, timeout=60)
+    own = Path(lab.home, ".ssh")
+    lab.run(["mkdir", "-p", str(own)], cwd="/", check=True)
+    settings = f"IdentityFile {own}/user\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
+    for name, text in {"config": settings, "user": (keys / "user").read_text()}.items():
+        lab.run(["sh", "-c", f"umask 077; cat >{own}/{name}"], cwd="/", input=text, check=True)
+    words = ["/usr/sbin/sshd", "-D", "-f", "/dev/null", "-h", str(keys / "host")]
+    options = [f"AuthorizedKeysFile={keys}/user.pub", "StrictModes=no", "UsePAM=no", "PidFile=none"]
+    words += [word for option in options for word in ("-o", option)]
+    with contextlib.ExitStack() as stack:
+        for node in (HEAD, "node1"):
+            lab.run(["mkdir", "-p", "/run/sshd"], node, "/", user="root", check=True)
+            stack.enter_context(running(lab.command(words, node, "/", user="root"), **PIPES))
+        yield

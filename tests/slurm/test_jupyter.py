@@ -20,12 +20,10 @@ import pytest
 from harness import browser, readme
 from harness.jobs import Job, assert_completed, assert_refused, hand_over, two_processes
 from harness.launchers import LAUNCHERS, ROOT, copy_example
-from harness.notebooks import ASK, FOLDER, Server, start
-from harness.processes import read_line, running, wait_until
+from harness.notebooks import ASK, FOLDER, HEAD, NOBODY, Server, start
+from harness.processes import PIPES, read_line, running, wait_until
 from lab import Lab
 
-HEAD, NOBODY = "head", 65534
-PIPES = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT}
 needs = ("sshd", "openssl")
 missing = [name for name in needs if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")]
 missing += [] if browser.PROGRAM else ["chromium"]
@@ -61,32 +59,6 @@ def assert_done(process: subprocess.Popen[str]) -> None:
     """Wait until the browser has done what it was asked for: it has limits of its own, 120 s for most of its steps."""
     line = read_line(process, 500)
     assert line == "done\n", line + process.communicate(timeout=60)[0]
-
-
-@pytest.fixture
-def ssh(lab: Lab, tmp_path: Path) -> Iterator[None]:
-    """An ssh server on the login node and on node1, as clusters have them, and a key with which the lab's user enters.
-
-    The user's own computer is the login node, too.
-    """
-    keys = tmp_path / "keys"
-    keys.mkdir()
-    for name in ("host", "user"):
-        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)]
-        subprocess.run(words, check=True, timeout=60)
-    own = Path(lab.home, ".ssh")
-    lab.run(["mkdir", "-p", str(own)], cwd="/", check=True)
-    settings = f"IdentityFile {own}/user\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
-    for name, text in {"config": settings, "user": (keys / "user").read_text()}.items():
-        lab.run(["sh", "-c", f"umask 077; cat >{own}/{name}"], cwd="/", input=text, check=True)
-    words = ["/usr/sbin/sshd", "-D", "-f", "/dev/null", "-h", str(keys / "host")]
-    options = [f"AuthorizedKeysFile={keys}/user.pub", "StrictModes=no", "UsePAM=no", "PidFile=none"]
-    words += [word for option in options for word in ("-o", option)]
-    with contextlib.ExitStack() as stack:
-        for node in (HEAD, "node1"):
-            lab.run(["mkdir", "-p", "/run/sshd"], node, "/", user="root", check=True)
-            stack.enter_context(running(lab.command(words, node, "/", user="root"), **PIPES))
-        yield
 
 
 @contextlib.contextmanager
