@@ -218,7 +218,7 @@ def test_clock_in_a_loop() -> None:
 
 
 def test_rows_of_the_benchmark() -> None:
-    """Each script prints the time where an epoch begins and where it ends; two examples, which came later, have none."""
+    """Each script prints the time where an epoch begins and where it ends; two examples, which came later, lack one."""
     rows, later = list(peers.PEERS.values()), {"accelerate", "horovod_lightning"}
     assert {name for peer in rows for name in peer.ours} == set(EXAMPLES).difference(later)
     for peer in rows:
