@@ -49,6 +49,9 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
             "test_environments.py::test_without_internet"
         ),
     },
+    "docs/out-of-memory.md": {
+        "python -m benchmarks.largest_batch ddp_spawn --limit 1200": "test_largest_batch.py::test_on_the_cpu",
+    },
     "docs/scale.md": {
         "python -m benchmarks.scale": SCALE + "page",
         "python -m benchmarks.scale --parts 7B --nodes 1 64 1000": SCALE + "page",
