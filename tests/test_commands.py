@@ -20,6 +20,7 @@ from harness.launchers import HOROVOD, LAUNCHERS, ROOT, copy_example
 NEEDS = re.compile(r"# needs (the internet|a cluster|a GPU)\b")
 LAB, HOROVOD_JOBS = "repo/test_lab.py::", "slurm/test_horovod_cpu_jobs.py::"
 PREFLIGHT, SCALE = "repo/test_preflight.py::test_", "repo/test_scale_model.py::test_"
+LARGE = "test_large_data.py::test_"
 PINS = "repo/test_pins.py::test_command"
 NOTEBOOKS, ADDING = "slurm/test_jupyter.py::", "repo/test_adding_an_example.py::test_added"
 APT = "sudo apt-get install --no-install-recommends slurm-wlm munge iproute2 openmpi-bin libpmix-dev"
@@ -81,6 +82,14 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         "python hugging_face.py export --output-dir output --folder gpt": "test_fsdp.py::test_hugging_face",
         "python hugging_face.py import --output-dir imported --folder gpt": "test_fsdp.py::test_hugging_face",
         "torchrun --standalone --nproc-per-node=2 predict.py --images images/val": "test_predict.py::test_predictions",
+    },
+    "docs/large-data.md": {
+        "python write_tokens.py model text.txt tokens.bin": LARGE + "mapped_tokens",
+        "torchrun --standalone --nproc-per-node=2 train.py --text-file tokens.bin": LARGE + "mapped_tokens",
+        "mkdir tars": LARGE + "several_tars",
+        "for class in $(ls images/train); do tar -cf tars/$class.tar images/train/$class images/val/$class; done": LARGE
+        + "several_tars",
+        "torchrun --standalone --nproc-per-node=2 train.py --data-dir tars": LARGE + "order_of_several_tars",
     },
     "preflight/README.md": {
         "VENV=~/project/.venv sbatch run.slurm": PREFLIGHT + "healthy",
