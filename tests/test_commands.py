@@ -20,6 +20,7 @@ from harness.launchers import HOROVOD, LAUNCHERS, ROOT, copy_example
 NEEDS = re.compile(r"# needs (the internet|a cluster|a GPU)\b")
 LAB, HOROVOD_JOBS = "repo/test_lab.py::", "slurm/test_horovod_cpu_jobs.py::"
 PREFLIGHT, SCALE = "repo/test_preflight.py::test_", "repo/test_scale_model.py::test_"
+LARGE = "test_large_data.py::test_"
 PINS = "repo/test_pins.py::test_command"
 NOTEBOOKS, ADDING = "slurm/test_jupyter.py::", "repo/test_adding_an_example.py::test_added"
 DEBUGGING = "slurm/test_debugging.py::test_"
@@ -49,6 +50,9 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         "source .venv/bin/activate && bash install.sh wheels/horovod-0.28.1.tar.gz": (
             "test_environments.py::test_without_internet"
         ),
+    },
+    "docs/out-of-memory.md": {
+        "python -m benchmarks.largest_batch ddp_spawn --limit 1200": "test_largest_batch.py::test_on_the_cpu",
     },
     "docs/scale.md": {
         "python -m benchmarks.scale": SCALE + "page",
@@ -87,6 +91,14 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         "srun --cpus-per-task=2 --time=02:00:00 .venv/bin/python owner_only.py tensorboard --logdir output": (
             DEBUGGING + "tensorboard"
         ),
+    },
+    "docs/large-data.md": {
+        "python write_tokens.py model text.txt tokens.bin": LARGE + "mapped_tokens",
+        "torchrun --standalone --nproc-per-node=2 train.py --text-file tokens.bin": LARGE + "mapped_tokens",
+        "mkdir tars": LARGE + "several_tars",
+        "for class in $(ls images/train); do tar -cf tars/$class.tar images/train/$class images/val/$class; done": LARGE
+        + "several_tars",
+        "torchrun --standalone --nproc-per-node=2 train.py --data-dir tars": LARGE + "order_of_several_tars",
     },
     "preflight/README.md": {
         "VENV=~/project/.venv sbatch run.slurm": PREFLIGHT + "healthy",

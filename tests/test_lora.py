@@ -15,11 +15,12 @@ from torch.nn import functional as F
 
 from common import data
 from harness import edits, outputs, refusals, runs
-from harness.launchers import copy_example
+from harness.launchers import ROOT, copy_example
 from harness.readme import fences
 from harness.runs import Reference
 
 pytestmark = pytest.mark.only("lora")
+PAGE = ROOT / "docs" / "using-the-model.md"
 
 
 @pytest.fixture
@@ -404,3 +405,23 @@ def test_own_data(example: str, folder: Path) -> None:
     assert rows[1]["test_loss"] < rows[0]["test_loss"]
     assert '"use_rslora": true' in (folder / "output" / "adapter" / "adapter_config.json").read_text()
     assert {name.split(".")[-3] for name in outputs.read_model(folder / "output")} == {"q_proj", "down_proj"}
+
+
+@pytest.mark.runs("weekly")
+def test_merged(example: str, folder: Path, source: Path) -> None:
+    """The merged model, loaded by `transformers` alone, has the logits of model and adapters; it can be trained on."""
+    from peft import PeftModel
+
+    words = ('"output/adapter")', '"output/merged")', "--model-dir output/merged")
+    assert all(word in PAGE.read_text() for word in words)
+    runs.train(example, folder, 2, "--epochs", 2, "--merge")
+    with_adapters = PeftModel.from_pretrained(load(folder / "model"), folder / "output" / "adapter").eval()
+    merged, base = load(folder / "output" / "merged").eval(), load(source / "model").eval()
+    tokens = torch.randint(300, (4, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        one, other, before = (model(tokens).logits for model in (with_adapters, merged, base))
+    assert (one - other).abs().max() < 1e-3 < 0.1 < (one - before).abs().max()
+    words = ["--model-dir", "output/merged", "--output-dir", "further"]
+    runs.train(example, folder, 2, *words, "--epochs", 1)
+    rows = outputs.read_metrics(folder / "output") + outputs.read_metrics(folder / "further")
+    assert rows[2]["test_loss"] < rows[1]["test_loss"] < rows[0]["test_loss"]

@@ -3,7 +3,7 @@
     FOLDER/train/CLASS/NAME.jpg    FOLDER/val/CLASS/NAME.jpg    (also .jpeg, .png and .webp)
 
 `tar -cf images.tar images` makes the tar: one large file, which a parallel file system reads far faster than many
-small ones.
+small ones. Where it would not fit on a node's disk: a folder of several, which are read where they are.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ from common.data import DataError
 
 PARTS = ("train", "val")
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
+BITS = 48  # of an offset in a tar
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, with which torchvision's weights were trained
 
 
@@ -64,7 +65,10 @@ class Images(Dataset):
     """
 
     def __init__(self, source, files, transform):
-        """Keep files, a list of (path, label, offset, size); `source` is a folder, or a tar and its file descriptor."""
+        """Keep files, a list of (path, label, offset, size), the offset with the number of a tar above its BITS.
+
+        `source` is a folder, or the paths of tars and their file descriptors.
+        """
         self.source, self.transform = source, transform
         # Arrays, not a list: workers share memory with this process until it is written to, and reading an entry of a
         # list writes its reference count.
@@ -81,11 +85,12 @@ class Images(Dataset):
             if isinstance(self.source, Path):
                 content = (self.source / path).read_bytes()
             else:
-                content = os.pread(self.source[1], int(self.sizes[index]), int(self.offsets[index]))
+                number, offset = divmod(int(self.offsets[index]), 2**BITS)
+                content = os.pread(self.source[1][number], int(self.sizes[index]), offset)
             encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
             image = decode_image(encoded, ImageReadMode.RGB, apply_exif_orientation=True)
         except (OSError, RuntimeError, ValueError) as error:
-            where = self.source if isinstance(self.source, Path) else self.source[0]
+            where = self.source if isinstance(self.source, Path) else self.source[0][number]
             reason = getattr(error, "strerror", None) or "it cannot be decoded"
             raise DataError(f"{where}/{path} is damaged ({reason}): replace it, or remove it") from None
         # v2 uses this process's random numbers. torch.manual_seed() would set those of GPUs, too, and take 0.3 ms more.
@@ -124,15 +129,17 @@ def load(path, size):
     if there is nothing at `path`, or if the two parts do not have the same classes with at least one file each.
     """
     path = Path(path)
-    if path.is_dir():
+    if tars := tars_in(path):
+        source, files = _open_tars(path, tars)
+    elif path.is_dir():
         source, files = path, {part: _files_in_folder(path, part) for part in PARTS}
     elif path.is_file():
-        source = (path, stage(path))
-        files = _files_in_tar(path, source[1])
+        source = ([path], [stage(path)])
+        files = _files_in_tar(path, source[1][0])
     else:
         raise DataError(
-            f"there is no {path}: --data-dir is a folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or a tar of one; "
-            "python make_images.py writes an example, images/"
+            f"there is no {path}: --data-dir is a folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or a tar of one, "
+            "or a folder of such tars; python make_images.py writes an example, images/"
         )
     classes = [sorted({PurePosixPath(file).parts[1] for file in files[part]}) for part in PARTS]
     for part, missing in (("val", set(classes[0]) - set(classes[1])), ("train", set(classes[1]) - set(classes[0]))):
@@ -175,6 +182,26 @@ def _files_in_tar(path, file):
     except (tarfile.TarError, OSError) as error:
         raise DataError(f"{path} is no complete tar ({error}): make it with tar -cf, without compression") from None
     return found
+
+
+def tars_in(path):
+    """Return the tars in a folder that is none of train/CLASS/*.jpg itself."""
+    return [] if (path / "train").exists() else sorted(path.glob("*.tar"))
+
+
+def _open_tars(path, tars):
+    """Return the source of Images for a folder of tars, and the images of all of them by part; they are not copied."""
+    opened, found = [], {part: {} for part in PARTS}
+    for number, tar in enumerate(tars):
+        try:
+            opened.append(os.open(tar, os.O_RDONLY))
+        except OSError as error:
+            raise DataError(f"{tar} cannot be read ({error.strerror})") from None
+        for part, files in _files_in_tar(tar, opened[-1]).items():
+            if twice := found[part].keys() & files.keys():  # one of the two would be lost
+                raise DataError(f"{tar}: another tar in {path} has {min(twice)}, too: give one of them another name")
+            found[part] |= {file: (number * 2**BITS + offset, size) for file, (offset, size) in files.items()}
+    return (tars, opened), found
 
 
 def stage(path):

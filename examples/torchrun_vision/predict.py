@@ -58,13 +58,13 @@ def find_images(folder):
 
 def class_names(path, count):
     """Return the names of `count` classes in what a run was trained on; raise DataError if it has other classes."""
-    names = []
-    if path.is_dir() and (path / "train").is_dir():
-        names = sorted(entry.name for entry in os.scandir(path / "train") if entry.is_dir())
-    elif path.is_file():
-        with open(path, "rb") as file:
-            listed = image_files._files_in_tar(path, file.fileno())["train"]
-        names = sorted({name.split("/")[1] for name in listed})
+    names = set()
+    if (path / "train").is_dir():
+        names = {entry.name for entry in os.scandir(path / "train") if entry.is_dir()}
+    for tar in [path] if path.is_file() else image_files.tars_in(path):
+        with open(tar, "rb") as file:
+            names |= {name.split("/")[1] for name in image_files._files_in_tar(tar, file.fileno())["train"]}
+    names = sorted(names)
     if len(names) != count:
         text = f"{path} has {len(names)} classes, the model has {count}: name its data with --data-dir"
         raise image_files.DataError(text)

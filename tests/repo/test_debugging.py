@@ -48,3 +48,14 @@ def test_bad_input(tmp_path: Path) -> None:
         assert done.returncode == 2 and done.stderr.count("\n") == 1
         assert done.stderr.startswith("owner_only.py: error: ") and text in done.stderr
         (tmp_path / "train.py").touch()
+
+
+def test_rank(tmp_path: Path) -> None:
+    """Only the rank that DEBUG_RANK names waits for an editor; the others run train.py as it is."""
+    (tmp_path / "train.py").write_text("import sys\nprint('trains', __name__, sys.path[0], *sys.argv[1:])\n")
+    words = [sys.executable, "-S", PROGRAM, "--epochs", "1"]  # without debugpy, which the named rank would import
+    for rank, name in (("0", "RANK"), ("1", "RANK"), ("1", "SLURM_PROCID")):
+        settings = {"DEBUG_RANK": "1", name: rank}
+        done = subprocess.run(words, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=60)
+        wanted = (0, f"trains __main__ {tmp_path} --epochs 1\n") if rank == "0" else (2, "")
+        assert (done.returncode, done.stdout) == wanted, done.stderr

@@ -76,7 +76,7 @@ def test_no_trial_is_lost(tmp_path: Path, start: Callable[..., subprocess.Popen]
     killed, log = start(2, *words), tmp_path / "output/example/trial-000/metrics.csv"
     wait_until(lambda: log.exists() and len(log.read_text().splitlines()) == 2, 60, "the first epoch")
     killed.kill()
-    killed.communicate()
+    killed.communicate(timeout=60)
     shutil.move(tmp_path / "output/example/trial-000.log", tmp_path / "first.log")
 
     stopped = start(1, *words)
