@@ -223,7 +223,7 @@ def train_in_fp64(example: str, folder: Path, processes: int, arguments: str) ->
     runs.train(example, folder, processes, *words, SLURM_CPUS_PER_TASK=str(processes))
 
 
-@pytest.mark.runs("one")
+@pytest.mark.runs("weekly")  # test_another_number_of_processes and test_scaled_learning_rate are ordinary
 @pytest.mark.only("convnet")
 def test_three_processes(example: str, folder: Path) -> None:
     """3 processes with batch 32 take the steps of 1 process with batch 96; both evaluate exactly (359 samples).

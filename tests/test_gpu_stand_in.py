@@ -67,7 +67,7 @@ def test_trains(example: str, folder: Path, reference: Reference, built: Path, t
     assert len(missing) - len(refusal) <= (1 - SHARE) * len(found), missing
 
 
-@pytest.mark.runs("one")
+@pytest.mark.runs("weekly")
 def test_resumed(example: str, folder: Path, built: Path, tmp_path: Path) -> None:
     """A checkpoint is read by each process for its own GPU."""
     variables = gpus.environment(built, tmp_path / "record")
