@@ -98,8 +98,9 @@ def print_errors(main):
         try:
             main(*args)
         except Exception:
-            if os.environ.get("STARTED_BY") == f"{os.getpid()}":
-                time.sleep(1)  # if another process has failed before, watch() ends this one without a traceback
+            # If another process has failed before, watch() ends this one without a traceback; if it is the one that has
+            # started this one and has ended, the kernel does so, a moment after it has closed the connection.
+            time.sleep(1 if os.environ.get("STARTED_BY") == f"{os.getpid()}" else 0.2)
             traceback.print_exc()
             time.sleep(1)  # for the launcher's word on a process that has died
             os._exit(1)
