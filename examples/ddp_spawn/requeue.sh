@@ -27,8 +27,8 @@ keep_program() {                 # copy the program to $code: a restart runs it 
     mv "$code.part" "$code"
 }
 
-saved() {                        # print the checkpoint, if it was written since this job has started
-    find "$output"/checkpoint{.pt,.npz,/run.json} -newer "$output/started" 2>/dev/null || true
+saved() {                        # print the checkpoint, or what predict.py writes, if it is newer than this job's start
+    find "$output"/{checkpoint{.pt,.npz,/run.json},parts} -newer "$output/started" 2>/dev/null || true
 }
 
 requeue() {                      # unless nothing was saved since the last restart: that would go on forever

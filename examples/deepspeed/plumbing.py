@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -87,6 +88,12 @@ def check_gpu(device):
         row = 'the row "no GPU, AMD, V100, an NVIDIA driver below 580" of README.md says what to install'
         cpu = "; to train on the CPU all the same, set ALLOW_CPU=1" * (device.type == "cpu")
         fail(f"{build} (NVIDIA driver: {driver}; {str(error).partition(chr(10))[0]}): {row}{cpu}")
+
+
+def set_timeout(args, group):
+    """Limit how long a collective of this group may wait; older releases of PyTorch have no public name for that."""
+    limit = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    limit(timedelta(seconds=args.timeout), group)
 
 
 def read_config(path):

@@ -162,7 +162,7 @@ def create_engine(args):
     model = ConvNet()
     with plumbing.config_errors(args):
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    dist.set_timeout(timedelta(seconds=args.timeout), engine.data_parallel_group)  # deepspeed: 10 minutes or more else
+    plumbing.set_timeout(args, engine.data_parallel_group)  # deepspeed: 10 minutes or more else
     plumbing.note_config(args, engine)  # stage, precision and so on, as the command line or the config file says
     return engine
 

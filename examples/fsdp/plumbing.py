@@ -112,6 +112,12 @@ def check_gpu(device):
         fail(f"{build} (NVIDIA driver: {driver}; {str(error).partition(chr(10))[0]}): {row}{cpu}")
 
 
+def set_timeout(args, group):
+    """Limit how long a collective of this group may wait; older releases of PyTorch have no public name for that."""
+    limit = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    limit(timedelta(seconds=args.timeout), group)
+
+
 def share_batch(args):
     """Have each process take its share of --global-batch; without that, set it to what the other settings make it.
 

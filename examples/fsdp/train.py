@@ -92,7 +92,7 @@ def setup(args):
     # fsdp: a column shares out the samples and a block's weights; tensor: a row, neighbours on one node, each layer
     mesh = init_device_mesh(device.type, (args.groups, args.tensor_parallel), mesh_dim_names=("data", "tensor"))
     for group in mesh.get_all_groups():
-        dist.set_timeout(timeout, group)
+        plumbing.set_timeout(args, group)
     return device, mesh
 
 
