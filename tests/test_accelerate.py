@@ -50,6 +50,16 @@ def test_bad_input(example: str, folder: Path) -> None:
     refusals.assert_arguments_refused(folder, texts)
 
 
+def test_own_words_count(example: str, folder: Path, reference: Reference) -> None:
+    """Neither a variable in the environment nor a timeout that is accelerate's own default has it choose another."""
+    line = "    # Train.\n"
+    group = 'dist.group.WORLD._get_backend(torch.device("cpu"))'
+    edits.edit(folder / "train.py", line, f"    print(f'waits {{{group}.options._timeout.total_seconds()}}')\n{line}")
+    run = runs.train(example, folder, 2, "--timeout", 600, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4")
+    assert re.findall(r"waits ([\d.]+)", run.stdout) == ["600.0"] * 2  # without line ends: two may share a line
+    outputs.assert_same_run(folder / "output", reference.output)
+
+
 @pytest.mark.runs("weekly")
 def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -> None:
     """Asked to stop in mid-epoch, all processes stop after the same step; --resume continues there, to the same bits.

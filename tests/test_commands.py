@@ -37,7 +37,7 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         "python train.py --processes 2": "../harness/reference.py::reference",
         "python train.py --dataset fashion_mnist --data-dir data": "test_data_files.py::test_trains_on_idx_files",
         "cd preflight && VENV=~/project/.venv sbatch run.slurm": PREFLIGHT + "healthy",
-        "cd jupyter && VENV=../examples/ddp_spawn/.venv sbatch run.slurm": NOTEBOOKS + "test_only_for_its_owner",
+        "VENV=~/project/.venv sbatch run.slurm": NOTEBOOKS + "test_only_for_its_owner",
         "sudo python3 -m lab up --nodes 2": LAB + "test_from_nothing_to_a_job",
         "sudo python3 -m lab run --chdir examples/ddp_spawn -- sbatch run.slurm": LAB + "test_from_nothing_to_a_job",
         "sudo python3 -m lab down": LAB + "test_from_nothing_to_a_job",
@@ -109,9 +109,15 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         "VENV=../examples/ddp_spawn/.venv sbatch run.slurm": NOTEBOOKS + "test_only_for_its_owner",
         "cat jupyter-*.out": NOTEBOOKS + "test_only_for_its_owner",
         "python usage.py ~/project/output/1234": "test_results.py::test_what_a_run_has_used",
-        "python export.py output --to tensorboard --store output/tensorboard": "test_export.py::test_tensorboard",
-        "python export.py output --to mlflow --store output/mlflow": "test_export.py::test_mlflow_and_wandb",
-        "python export.py output --to wandb --store output/wandb": "test_export.py::test_mlflow_and_wandb",
+        "python REPOSITORY/jupyter/export.py output --to tensorboard --store output/tensorboard": (
+            "test_export.py::test_tensorboard"
+        ),
+        "python REPOSITORY/jupyter/export.py output --to mlflow --store output/mlflow": (
+            "test_export.py::test_mlflow_and_wandb"
+        ),
+        "python REPOSITORY/jupyter/export.py output --to wandb --store output/wandb": (
+            "test_export.py::test_mlflow_and_wandb"
+        ),
         "apptainer exec example.sif python3 -m venv --system-site-packages .venv": (
             "slurm/test_containers.py::test_notebook"
         ),

@@ -22,7 +22,7 @@ TOOLS = ("tensorboard", "mlflow", "wandb")
 def export(top: Path, tool: str, *, extra: Path | None = None) -> str:
     """Run the page's command for a tool in `top`, which has the runs in `output`; return what it prints."""
     commands = [line for block in readme.blocks(PAGE) for line in block if f"export.py output --to {tool}" in line]
-    words = commands[0].replace("export.py", str(PAGE.with_name("export.py"))).split()
+    words = commands[0].replace("REPOSITORY", str(ROOT)).split()
     assert words[0] == "python" and words[-2:] == ["--store", f"output/{tool}"]
     run = runs.Run([sys.executable, *words[1:]], top, {"PYTHONPATH": str(extra or "")}).wait()
     assert run.status == 0, run.stderr

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
+from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -61,23 +61,22 @@ def parse_args():
 def setup(args):
     """Join the process group; return accelerate's Accelerator, which knows this process's device and rank."""
     cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) or len(os.sched_getaffinity(0))
-    threads = max(1, cores // args.processes)  # more threads than cores are slower
-    os.environ.setdefault("OMP_NUM_THREADS", f"{threads}")  # accelerate: would warn, and take another number
     local_rank = int(os.environ["LOCAL_RANK"])  # accelerate launch: this process's number on its node
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
+        torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32: faster matrix products in fp32, since the A100
     plumbing.check_gpu(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # ddp: Gloo for tensors on the CPU
-    group = InitProcessGroupKwargs(backend=backend, timeout=timedelta(seconds=args.timeout))
-    # accelerate: joins the processes, which find each other by what `accelerate launch` has put into the environment
+    # ddp: the processes find each other by what `accelerate launch` has put into the environment. accelerate: would do
+    # this itself, but pass over a timeout that is its own, 600 s
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
     accelerator = Accelerator(
-        cpu=device.type == "cpu",  # accelerate: else it would not join them where there is no GPU
+        cpu=device.type == "cpu",  # accelerate: else it would not take them for a group where there is no GPU
         mixed_precision="bf16" if args.precision == "bf16" else "no",
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        kwargs_handlers=[group],
+        gradient_accumulation_plugin=GradientAccumulationPlugin(args.gradient_accumulation_steps),
     )
-    torch.set_num_threads(threads)
+    torch.set_num_threads(max(1, cores // args.processes))  # more threads than cores are slower
     return accelerator
 
 
