@@ -1,6 +1,8 @@
 # What keeps jobs alive: functions for run.slurm, and for the tasks that it starts. Nobody has to read them.
 # A function that other examples of the repository have, too, has the same text there, unless a comment says why not.
 set -eo pipefail
+ulimit -Sn "$(ulimit -Hn)"       # open files: of hundreds of processes the first has a connection to each
+export TORCH_GLOO_LAZY_INIT=1    # two processes connect when they have something to say to each other, PyTorch 2.15
 
 fail() {                         # end with one line that says what is wrong
     echo "run.slurm: error: $1" >&2
@@ -118,7 +120,7 @@ run() {                          # run $@, the job's step; then requeue the job 
 }
 
 until_asked_to_stop() {          # run $@ in a task; signals of SLURM reach the task alone: it tells train.py by a file
-    STOP_FILE="$(mktemp -d)/stop"
+    STOP_FILE="$(mktemp -d 2>/dev/null || mktemp -d -p /tmp)/stop"  # TMPDIR may be there on the first node only
     export STOP_FILE PET_SIGNALS_TO_HANDLE=SIGINT
     trap 'touch "$STOP_FILE"; signalled=yes' USR1 TERM
     (trap "" USR1 TERM; "$@") &
@@ -127,10 +129,11 @@ until_asked_to_stop() {          # run $@ in a task; signals of SLURM reach the 
     exit "$status"
 }
 
-stop_near_time_limit() {         # have each task tell train.py
+stop_near_time_limit() {         # have each task tell train.py, which saves and ends
     trap "" USR1                 # once is enough
     signalled=yes
-    for _ in {1..9}; do          # they do not listen while they start, so tell them again
+    until near_end; do
+        # They do not listen while they start, nor in a long save or evaluation: tell them again.
         [[ "${step:-}" ]] && ! kill -USR1 "$step" 2>/dev/null && return 0
         sleep 5
     done

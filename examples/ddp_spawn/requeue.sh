@@ -27,17 +27,37 @@ keep_program() {                 # copy the program to $code: a restart runs it 
     mv "$code.part" "$code"
 }
 
-saved() {                        # print the checkpoint, or what predict.py writes, if it is newer than this job's start
-    find "$output"/{checkpoint{.pt,.npz,/run.json},parts} -newer "$output/started" 2>/dev/null || true
+saved() {                        # print the checkpoint, or what predict.py writes, if it is newer than the file $1
+    find "$output"/{checkpoint{.pt,.npz,/run.json},parts} -newer "$1" 2>/dev/null || true
+}
+
+near_end() {                     # whether SLURM ends the job in 20 seconds, as it says now: a limit can be changed
+    noticed="${noticed:-$SECONDS}"
+    ends="$(scontrol show job "$job" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p')" || ends=""
+    if [[ "$ends" == *T* ]]; then
+        [[ "$(date +%s)" -ge $(($(date -d "$ends" +%s) - 20)) ]]
+    else                         # it has no limit, or SLURM does not answer: then as if that was 65 seconds away
+        [[ "$ends" != Unknown && $((SECONDS - noticed)) -ge 45 ]]
+    fi
 }
 
 requeue() {                      # unless nothing was saved since the last restart: that would go on forever
-    if [[ $((${SLURM_RESTART_COUNT:-0} + ${SUCCESSION:-0})) -gt 0 && -z "$(saved)" ]]; then
+    if [[ $((${SLURM_RESTART_COUNT:-0} + ${SUCCESSION:-0})) -gt 0 && -z "$(saved "$output/started")" ]]; then
         echo "run.slurm: error: no new checkpoint since the last restart: not requeued again; raise --time" >&2
         return 1
     fi
     echo "run.slurm: requeueing job $job"
-    scontrol requeue "$job" || succeed || { echo "run.slurm: error: the requeue failed, see above" >&2; return 1; }
+    ask_to_requeue || succeed || { echo "run.slurm: error: the requeue failed, see above" >&2; return 1; }
+}
+
+ask_to_requeue() {               # three times, unless SLURM says no: it may be without its controller for a moment
+    for pause in 5 5 0; do
+        refusal="$(scontrol requeue "$job" 2>&1)" && return 0
+        echo "$refusal" >&2
+        [[ "$refusal" =~ [Uu]nable\ to\ contact|timed\ out|refused|not\ responding ]] || return 1
+        sleep "$pause"
+    done
+    return 1
 }
 
 succeed() {                      # where SLURM refuses that: submit a job that goes on when this one has ended

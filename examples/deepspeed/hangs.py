@@ -77,7 +77,7 @@ def name_slowest(used):
 def watch(args, progress, rank, hosts):
     """From now on say so if no step has ended for most of --timeout; `hosts` has the host of each rank."""
     process.update(rank=str(rank), start=usage())
-    begun, hooked, store = progress["step"], [0], None
+    begun, hooked = progress["step"], [0]
     each = 2 if "horovod" in sys.modules else 1  # the step of its optimizer calls that of the one which it wraps
 
     def count(*_):
@@ -85,34 +85,54 @@ def watch(args, progress, rank, hosts):
 
     if optimizer := sys.modules.get("torch.optim.optimizer"):  # a framework's loop changes `progress` once in an epoch
         optimizer.register_optimizer_step_post_hook(count)
-    with contextlib.suppress(Exception):  # Horovod has no store
-        group = sys.modules["torch.distributed"].distributed_c10d
-        store = group.PrefixStore("hangs", group._get_default_store().clone())  # a connection of its own
+    pause = min(5, args.timeout / 40)
 
     def look():
-        last, since, told = None, 0, False
+        last, since, told, store = None, 0, False, None
         while True:
             seconds, step = time.monotonic() - since, max(progress["step"], begun + hooked[0] // each)
             if step != last:
                 if told:
                     say(f"goes on after {seconds:.0f} s")
-                    within(2, lambda: store.delete_key(str(rank)))
+                    withdraw(store, rank)
                 last, since, told = step, time.monotonic(), False
             elif not told and seconds > 0.8 * args.timeout:
-                told = True
-                report(f"no step for {seconds:.0f} s (--timeout {args.timeout}), after step {step}", store, rank, hosts)
-            time.sleep(min(5, args.timeout / 40))
+                told, store = True, store or connect()
+                what = f"no step for {seconds:.0f} s (--timeout {args.timeout}), after step {step}"
+                report(what, store, rank, hosts, pause + 1)
+            time.sleep(pause)
 
     threading.Thread(target=look, daemon=True).start()
 
 
-def report(what, store, rank, hosts):
-    """Say where this process is and, if it can ask the others, which of them are missing."""
+def connect():
+    """Return where all processes leave word for each other, over a connection of its own; None with Horovod.
+
+    Only who stands still connects: rank 0 would hold a second connection of each process from the start.
+    """
+    found = []
+
+    def clone():
+        group = sys.modules["torch.distributed"].distributed_c10d
+        found.append(group.PrefixStore("hangs", group._get_default_store().clone()))
+
+    within(5, clone)
+    return found[0] if found else None
+
+
+def withdraw(store, rank):
+    """Take back what this process has left there: it goes on."""
+    if store:
+        within(2, lambda: store.delete_key(str(rank)))
+
+
+def report(what, store, rank, hosts, pause):
+    """Say where this process is and, if it can ask the others, which of them are missing after `pause` seconds."""
     state = {"place": place(), "waits": collective()}
     say(f"{what}: {state['place']}" + f"; it waits in {state['waits']}" * bool(state["waits"]))
     if store:
         within(2, lambda: store.set(str(rank), json.dumps(state)))
-        time.sleep(1)  # until the others have done the same: they have stood still since the same step
+        time.sleep(pause)  # until the others have looked, too: they have stood still since the same step
         if not within(5, lambda: compare(store, rank, hosts)):
             say(f"no answer from where all processes meet: rank 0 on {hosts[0]}, or what has started it")
 

@@ -1,6 +1,8 @@
 # What keeps jobs alive: functions for run.slurm, and for the tasks that it starts. Nobody has to read them.
 # A function that other examples of the repository have, too, has the same text there, unless a comment says why not.
 set -eo pipefail
+ulimit -Sn "$(ulimit -Hn)"       # open files: of hundreds of processes the first has a connection to each
+export TORCH_GLOO_LAZY_INIT=1    # two processes connect when they have something to say to each other, PyTorch 2.15
 
 fail() {                         # end with one line that says what is wrong
     echo "run.slurm: error: $1" >&2
@@ -94,13 +96,13 @@ run() {                          # run $@, the job's step; then requeue the job 
     exit "$status"
 }
 
-requeue_near_time_limit() {      # train.py saves after each epoch only
+requeue_near_time_limit() {      # train.py saves after each epoch only: wait for the next, while there is time
     trap "" USR1                 # once is enough
     signalled=yes
-    for _ in {1..30}; do         # a job that has only just started gets time for a first checkpoint
+    touch "$output/noticed"
+    until near_end || [[ "$(saved "$output/noticed")" ]]; do
         kill -0 "${step:-$$}" 2>/dev/null || return 0
-        [[ -z "$(saved)" ]] || break
-        sleep 1
+        sleep 2
     done
     requeue || true
 }
