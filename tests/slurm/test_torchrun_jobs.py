@@ -13,6 +13,7 @@ from harness.jobs import (
     GPUS,
     NODES,
     Job,
+    assert_completed,
     assert_no_step_lost,
     hand_over,
     on_this_machine_only,
@@ -22,6 +23,7 @@ from harness.jobs import (
     two_processes,
 )
 from harness.launchers import LAUNCHERS, copy_example
+from harness.processes import ASK_SLURM, wait_until
 from harness.runs import Reference
 from lab import Lab
 
@@ -131,3 +133,70 @@ def test_other_nodes(other_lab: Lab, example: str, source: Path, tmp_path: Path)
     alone = runs.train(example, copy_example(source, tmp_path / "alone"), 1, *words)
     models = [outputs.read_model(output) for output in (job.output, alone.folder / "output")]
     assert outputs.largest_difference(*models) < 1e-9
+
+
+stops_at_a_step = pytest.mark.only(*[name for name, row in LAUNCHERS.items() if row.stops_at_a_step])
+FIRST_START = "(os.environ.get('SLURM_RESTART_COUNT', '0') == '0')"
+
+
+@pytest.mark.runs("weekly")
+@stops_at_a_step
+def test_long_save(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """A save of 70 s, for which there is time before the limit, is waited for: no step is lost."""
+    folder = slowed(source, tmp_path / example, f"2 * {FIRST_START}")
+    asked = f"os.path.exists(os.environ.get('STOP_FILE', '')) and 'checkpoint' in str(path) and {FIRST_START}"
+    line = "    temporary = path.with_name("
+    edits.edit(folder / "plumbing.py", line, f"    time.sleep(70 * ({asked}))\n{line}")
+    job = submit(lab, example, folder, options=(*two_processes(source), "--signal=B:USR1@180"))
+    job.wait_for_epoch(1)
+    job.limit_time(180)
+    lab.timelimit(job.id)  # the notice, which SLURM would give at some moment of the next minute
+    job.wait_for_line("stopped by a signal after")
+    job.limit_time(3600)  # of the next start, too
+    assert_stopped_once(job)
+
+
+def evaluating(source: Path, folder: Path, seconds: int) -> Path:
+    """Copy an example, whose second evaluation then takes so long in its first start; it makes a file `evaluating`."""
+    copy_example(source, folder)
+    second = f"{FIRST_START} and len((args.output_dir / 'metrics.csv').read_text().splitlines()) == 2"
+    if example_line := next((line for line in EVALUATES if line in (folder / "train.py").read_text()), None):
+        held = f"    if (args.output_dir / 'metrics.csv').exists() and {second}:\n"
+        held += f"        (args.output_dir / 'evaluating').touch(), time.sleep({seconds})\n"
+        edits.edit(folder / "train.py", example_line, f"{example_line}{held}")
+    return folder
+
+
+EVALUATES = ("    model.eval()\n", "    ddp_model.eval()\n")
+
+
+@pytest.mark.runs("weekly")
+@stops_at_a_step
+@pytest.mark.parametrize("seconds", [100, 1000], ids=["within the notice", "beyond it"])
+def test_long_evaluation(example: str, source: Path, lab: Lab, tmp_path: Path, seconds: int) -> None:
+    """A notice in an evaluation: it is finished if there is time, and in no case a step that was trained is lost."""
+    folder = evaluating(source, tmp_path / example, seconds)
+    job = submit(lab, example, folder, options=(*two_processes(source), "--signal=B:USR1@180"))
+    wait_until(lambda: (job.output / "evaluating").exists() or job.ended, 300, "the second evaluation")
+    job.limit_time(180 if seconds < 180 else 60)
+    lab.timelimit(job.id)
+    wait_until(lambda: job.shown["Restarts"] == "1", 400, "the requeue", ASK_SLURM)
+    job.limit_time(3600)
+    job.wait()
+    assert job.shown["JobState"] == "COMPLETED" and job.shown["Restarts"] == "1", f"{job.shown}\n{job.log}"
+    run = outputs.read_run(job.output)
+    rows = outputs.read_metrics(job.output)
+    first, second = [start["step"] for start in run["starts"]]
+    steps = run["settings"]["steps_per_epoch"]
+    assert first == 0 and second == (2 * steps if seconds > 180 else 2 * steps + 1), run["starts"]
+    assert len(rows) == run["settings"]["epochs"]
+
+
+@pytest.mark.runs("weekly")
+@pytest.mark.only("torchrun_multinode")
+def test_late_node(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """Where the first node starts torchrun 70 s after the second, which waits for it, the job trains all the same."""
+    folder = copy_example(source, tmp_path / example)
+    line = "    choose_interface "
+    edits.edit(folder / "run.slurm", line, f"    sleep $((SLURM_NODEID == 0 ? 70 : 0))\n{line}")
+    assert_completed(submit(lab, example, folder, "--epochs", "1", options=two_processes(source)), 1, processes=2)

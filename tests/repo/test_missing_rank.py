@@ -1,0 +1,79 @@
+"""hangs.py, with a clock that runs faster: after hours the processes look at different moments, and agree all the same.
+
+The shipped functions run in one process, each rank in its own threads; only the store, the clock and the stack, by
+which they would tell each other where they stand, are made up.
+"""
+
+import importlib.util
+import time
+from argparse import Namespace
+from types import ModuleType
+
+import pytest
+
+from harness.launchers import ROOT
+from harness.processes import wait_until
+
+FASTER = 80  # times the speed of the real clock
+RANKS = 8
+
+
+class Store(dict):
+    """What rank 0 keeps for all processes; as a clone and as a part of itself it is the same."""
+
+    def __bool__(self) -> bool:
+        return True  # a store is there, also while it is empty
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def delete_key(self, key: str) -> None:
+        self.pop(key, None)
+
+    def clone(self) -> "Store":
+        return self
+
+
+def shipped(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> ModuleType:
+    """Return hangs.py as the examples have it, with a fast clock and a store of this process."""
+    spec = importlib.util.spec_from_file_location("hangs", ROOT / "examples" / "torchrun_multinode" / "hangs.py")
+    hangs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hangs)
+    store = Store()
+    group = Namespace(PrefixStore=lambda name, store: store, _get_default_store=lambda: store)
+    fake = Namespace(distributed_c10d=group)
+    modules = Namespace(modules={"torch.distributed": fake}, _current_frames=None)
+    clock = Namespace(
+        monotonic=lambda: time.monotonic() * FASTER,
+        perf_counter=time.perf_counter,
+        sleep=lambda seconds: time.sleep(seconds / FASTER),
+    )
+    for name, value in {
+        "sys": modules,
+        "time": clock,
+        "say": said.append,
+        "place": lambda: "train.py:80, train_one_epoch: voting.wait()",
+        "collective": lambda: "gloo:all_reduce number 7",
+    }.items():
+        monkeypatch.setattr(hangs, name, value)
+    return hangs
+
+
+@pytest.mark.parametrize("drift", [0, 0.99], ids=["at once", "drifted"])
+def test_missing_names_the_one_rank(monkeypatch: pytest.MonkeyPatch, drift: float) -> None:
+    """At the default timeout the one rank that does not answer is named, also where the others look up to 5 s apart."""
+    said: list[str] = []
+    hangs = shipped(monkeypatch, said)
+    args, progress, hosts = Namespace(timeout=300), {"step": 7}, [f"node{rank // 2}" for rank in range(RANKS)]
+    watching = [rank for rank in range(RANKS) if rank != 5]
+    for rank in watching:
+        hangs.watch(args, progress, rank, hosts)
+        time.sleep(drift * 5 / FASTER / RANKS)  # they wake every 5 s of the fast clock, each at another moment
+    wait_until(lambda: any(line.startswith("missing:") for line in said), 20, "the line that says who is missing")
+    assert sum("no step for" in line for line in said) == len(watching)
+    (verdict,) = [line for line in said if line.startswith("missing:")]
+    assert verdict.startswith("missing: rank 5 on node2 (no answer"), verdict
+    assert "waiting: rank 0, 1, 2, 3, 4, 6, 7 in gloo:all_reduce number 7" in verdict
