@@ -24,7 +24,7 @@ keep_program() {                 # copy the program to $code: a restart runs it 
     if [[ -d "$code" ]]; then
         edited=""
         while IFS= read -rd "" file; do
-            cmp -s "$code/$file" "$file" || edited+=" $(printf %q "$file")"
+            cmp -s "$code/$file" "./$file" || edited+=" $(printf %q "$file")"
         done < <(find "$code" -type f ! -name "*.pyc" ! -name .commit -printf "%P\0")
         echo "run.slurm: running $code, as it was submitted${edited:+; edited since, for new jobs only:}$edited"
         return
@@ -42,10 +42,11 @@ copy_program() {                 # copy Python's files, settings and packages in
     local path files=()
     while IFS= read -rd "" path; do
         files+=("$path")
-    done < <(find -L "$1" -maxdepth 1 -type f -readable -size -10000k -regextype posix-extended \
+    done < <(find -L "./$1" -maxdepth 1 -type f -readable -size -10000k -regextype posix-extended \
         -regex '.*\.(py|json|yaml|yml|toml)' -print0 2>/dev/null)
     for path in "${files[@]}"; do
-        cp -L --preserve=timestamps "$path" "$2" || [[ ! -e "$path" ]] || fail "cannot copy $path to $code, see above"
+        cp -L --preserve=timestamps "$path" "$2" || [[ ! -e "$path" ]] ||
+            fail "cannot copy ${path#././} to $code, see above"
     done
     for path in "$1"/* "$1"/.[!.]*; do
         path="${path#./}"
@@ -67,7 +68,7 @@ is_package() {                   # whether a folder is one of the program's: wit
     local files=("$1"/*.py)
     [[ -e "$1/__init__.py" || "$1" == */* && -e "${files[0]}" ]] || return 1
     [[ ! -L "$1" || "$1" != */* && "$(realpath .)/" != "$(realpath "$1")"/* ]] || return 1
-    [[ "$(find "$1/" -maxdepth 1 | head -1001 | wc -l)" -le 1000 ]]
+    [[ "$(find "./$1/" -maxdepth 1 | head -1001 | wc -l)" -le 1000 ]]
 }
 
 saved() {                        # print the checkpoint, or what predict.py writes, if it is newer than this job's start
