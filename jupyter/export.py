@@ -7,7 +7,6 @@ takes every run below the folder, old and running. Repeated, it adds what is new
 """
 
 import argparse
-import csv
 import hashlib
 import json
 import os
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import usage
 
 TOOLS = ("tensorboard", "mlflow", "wandb")
 PACKAGES = {"site-packages", "node_modules", "__pycache__"}  # folders without runs, with very many files
@@ -43,6 +44,12 @@ class Run:
         return (start if isinstance(start, int | float) else 0) + sum(epochs)
 
 
+def say_left_out(path: Path, wrong: str) -> None:
+    """Print that a file, or the end of one, is left out, if something is wrong with it."""
+    if wrong:
+        print(f"export.py: left out of {path}: {wrong}", file=sys.stderr)
+
+
 def find_runs(top: Path) -> list[Run]:
     """Return every run below a folder, in the order of their names."""
     runs = []
@@ -51,16 +58,13 @@ def find_runs(top: Path) -> list[Run]:
         if "metrics.csv" not in files:
             continue
         place = Path(folder)
-        try:
-            with open(place / "metrics.csv", newline="") as file:
-                rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-        except (TypeError, ValueError):
-            continue  # another program's
-        if rows and {"epoch", "train_loss", "seconds"} <= rows[0].keys():
-            try:
-                facts = json.loads((place / "run.json").read_text())
-            except (OSError, ValueError):
-                facts = {}
+        rows, wrong = usage.read_metrics(place / "metrics.csv")
+        if rows and not {"epoch", "train_loss", "seconds"} <= rows[0].keys():
+            rows, wrong = [], "of another program"
+        say_left_out(place / "metrics.csv", wrong)
+        if rows:
+            facts, wrong = usage.read_run(place / "run.json")
+            say_left_out(place / "run.json", wrong)
             key = hashlib.sha256(str(place.resolve()).encode()).hexdigest()[:16]
             name = str(place.relative_to(top)) if place != top else place.resolve().name
             runs.append(Run(name, key, rows, facts))
@@ -140,7 +144,12 @@ def to_wandb(runs: list[Run], store: Path) -> dict[str, int]:
 
     store.mkdir(parents=True, exist_ok=True)
     record = store / "exported.json"  # key: the last epoch
-    done = json.loads(record.read_text()) if record.exists() else {}
+    try:
+        done = {key: float(epoch) for key, epoch in json.loads(record.read_text()).items()} if record.exists() else {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        sys.exit(
+            f"export.py: error: {record} is damaged ({error}): restore it, or move it away to write all runs again"
+        )
     added = {}
     for run in runs:
         new = [row for row in run.rows if row["epoch"] > done.get(run.key, 0)]

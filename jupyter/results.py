@@ -9,11 +9,9 @@ run's train.py, wherever below FOLDER that is: only for runs that you trust.
 """
 
 import contextlib
-import csv
 import datetime
 import functools
 import importlib
-import json
 import os
 import statistics
 import sys
@@ -119,13 +117,15 @@ def find_runs(folder: str | Path) -> list[Run]:
     top = Path(folder).expanduser().resolve()
     if not top.is_dir():
         raise ResultsError(f"there is no folder {top}: set FOLDER to one with your runs in it")
-    runs = []
+    runs, wrong = [], []
     for place in _folders(top):
-        if rows := _read_metrics(place / "metrics.csv"):
+        if rows := _read_metrics(place / "metrics.csv", wrong):
             example = next((parent for parent in place.parents if (parent / "train.py").exists()), None)
             modified = datetime.datetime.fromtimestamp((place / "metrics.csv").stat().st_mtime)
-            name, facts = _short_name(place, example, top), _read_facts(place / "run.json")
+            name, facts = _short_name(place, example, top), _read_facts(place / "run.json", wrong)
             runs.append(Run(name, place, example, rows, facts, modified))
+    if wrong:
+        print(f"results: left out, as damaged or of another program: {'; '.join(wrong)}")
     if not runs:
         raise ResultsError(
             f"no run below {top}: train.py writes metrics.csv after its first epoch. Start one, such as "
@@ -153,23 +153,22 @@ def _folders(top: Path) -> Iterator[Path]:
             yield Path(folder)
 
 
-def _read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the rows of metrics.csv, or none if it is not one that train.py writes: other programs have such, too."""
-    try:
-        with open(path, newline="") as file:
-            rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-    except (OSError, TypeError, ValueError):
-        return []
-    return rows if rows and set(COLUMNS) <= rows[0].keys() else []
+def _read_metrics(path: Path, wrong: list[str]) -> list[dict[str, float]]:
+    """Return the rows of metrics.csv, or none if it is not one that train.py writes: `wrong` then says why."""
+    rows, why = usage.read_metrics(path)
+    if rows and not set(COLUMNS) <= rows[0].keys():
+        rows, why = [], "no column " + ", ".join(sorted(set(COLUMNS) - rows[0].keys()))
+    if why:
+        wrong.append(f"{path} ({why})")
+    return rows
 
 
-def _read_facts(path: Path) -> dict[str, Any]:
-    """Return what run.json says, or nothing if it is not there, or not one that train.py writes."""
-    try:
-        facts = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return facts if isinstance(facts, dict) and {"settings", "starts", "stops"} <= facts.keys() else {}
+def _read_facts(path: Path, wrong: list[str]) -> dict[str, Any]:
+    """Return what run.json says, or nothing if it is not there, or not one that train.py writes: see `wrong`."""
+    facts, why = usage.read_run(path)
+    if why:
+        wrong.append(f"{path} ({why})")
+    return facts
 
 
 def _short_name(folder: Path, example: Path | None, top: Path) -> str:

@@ -4,6 +4,7 @@ It reads run.json, in which each process has written at its end what it has used
 of plumbing.sh appends what nvidia-smi, rocm-smi and the kernel print. It needs nothing but Python.
 """
 
+import csv
 import json
 import re
 import sys
@@ -42,6 +43,38 @@ def nodes(run: dict[str, Any]) -> list[list[Any]]:
             until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stop["time"]))
             rows.append([until, host, len(those), clock(seconds), f"{cores:.1f} of {those[0]['cores']}", *sums])
     return rows
+
+
+def read_metrics(path: Path) -> tuple[list[dict[str, float]], str]:
+    """Return the rows of a metrics.csv and what is wrong with it, if anything; a last row that was cut off is left out.
+
+    Without its end, the last number of a file may be another number.
+    """
+    try:
+        text = path.read_text()
+        whole = text[: text.rfind("\n") + 1].splitlines()
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(whole)]
+        [int(row["epoch"]) for row in rows if "epoch" in row]  # else it is nan, or infinite
+    except (OSError, TypeError, ValueError, OverflowError, csv.Error) as error:
+        return [], f"{type(error).__name__}: {error}"
+    return rows, "" if text.endswith("\n") else "its last row was cut off" if text else "it is empty"
+
+
+def read_run(path: Path) -> tuple[dict[str, Any], str]:
+    """Return what a run.json says, and why that is nothing, if it is there but not one that train.py has written."""
+    try:
+        run = json.loads(path.read_text())
+        nodes(run)
+        starts, settings = [{"step": 0} | one for one in run["starts"]], dict(run.get("settings", {}))
+        if any(one["step"] > 0 for one in starts) and not settings["steps_per_epoch"] > 0:
+            return {}, "it has no steps_per_epoch"
+        profile = {"shares": {}} | dict(run.get("profile", {}))
+        profile["shares"] = {name: float(share) for name, share in profile["shares"].items()}
+        return run | {"starts": starts, "settings": settings, "profile": profile}, ""
+    except FileNotFoundError:
+        return {}, ""
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        return {}, f"{type(error).__name__}: {error}"
 
 
 def number(text: str) -> float | None:
@@ -95,7 +128,12 @@ def samples(folder: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("usage-*.txt")):
         last: dict[tuple[str, str], dict[str, Any]] = {}
-        for now, start, device, sample in read(path):
+        try:
+            read_samples = list(read(path))
+        except OSError as error:
+            print(f"{path} cannot be read ({error.strerror}): left out", file=sys.stderr)
+            continue
+        for now, start, device, sample in read_samples:
             before = last.get((start, device), {"time": now})
             seconds = now - before["time"]
             last[start, device] = sample = sample | {"time": now, "seconds": seconds}
@@ -131,14 +169,18 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def report(folder: Path) -> None:
     """Print what a run has used; `folder` is its --output-dir."""
-    try:
-        run = json.loads((folder / "run.json").read_text())
-        rows, without = nodes(run), len(run["starts"]) - len(run["stops"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.exit(f"usage.py: error: {folder} is no --output-dir of a run ({error!r}): name one, such as output/1234")
+    run, wrong = read_run(folder / "run.json")
+    found = devices(folder)
+    if not run and not found:
+        wrong = wrong or "it has no run.json"
+        sys.exit(f"usage.py: error: {folder} is no --output-dir of a run ({wrong}): name one, such as output/1234")
+    if not run:
+        print(f"{folder}/run.json: left out ({wrong or 'there is none'})", file=sys.stderr)
+    rows = nodes(run) if run else []
+    without = len(run["starts"]) - len(run["stops"]) if run else 0
     if rows:
         print(table(HEAD, rows))
-    if found := devices(folder):
+    if found:
         kinds = {kind: [float(row[-1]) for row in found if row[1].startswith(kind)] for kind in ("gpu", "cpu")}
         known = [f"{sum(energy):.1f} Wh of {kind.upper()}s" for kind, energy in kinds.items() if energy]
         print(f"\n{table(DEVICES, found)}\nenergy: {' and '.join(known)}")

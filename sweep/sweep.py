@@ -9,8 +9,11 @@ task, where its checkpoint is.
 import argparse
 import contextlib
 import csv
+import datetime
+import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,10 +24,11 @@ from typing import Any
 
 import optuna
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 NAME = "sweep"  # of the study in the journal
+CREATE = 4  # what a line of the journal says that begins a trial
 EVERY = 1.0  # seconds between two looks at metrics.csv
 SAVES = 90  # seconds that a run gets to save and end after the signal; --signal in sweep.slurm is longer
 SETTLES = 3  # seconds after a failure in which SLURM may say that it has ended the whole task
@@ -98,6 +102,92 @@ def locked(folder: Path) -> Iterator[None]:
         lock.release()
 
 
+class Lock(JournalFileSymlinkLock):
+    """Optuna's own lock of a journal; whoever gets it first ends the half line that a killed task may have left."""
+
+    def __init__(self, journal: Path) -> None:
+        super().__init__(str(journal))
+        self.journal = journal
+
+    def acquire(self) -> bool:
+        """Wait for the lock."""
+        got = super().acquire()
+        data = self.journal.read_bytes() if ends_in_half_line(self.journal) else b""
+        if data:
+            whole, _, half = data.rpartition(b"\n")
+            if operation(half):  # only its end is missing
+                with open(self.journal, "ab") as file:
+                    file.write(b"\n")
+            else:
+                os.truncate(self.journal, len(whole) + bool(whole))
+                say_left_out(self.journal, [half])
+        return got
+
+
+def ends_in_half_line(journal: Path) -> bool:
+    """Return whether a journal's last line was cut off, by a full disk, a quota or the loss of power."""
+    with open(journal, "rb") as file:
+        return bool(file.seek(0, os.SEEK_END)) and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
+
+
+def operation(line: bytes) -> dict[str, Any] | None:
+    """Return what a line of a journal says, or None if it is damaged."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    known = isinstance(found, dict) and found.get("op_code") in range(11) and isinstance(found.get("trial_id", 0), int)
+    return found if known else None
+
+
+def lines_of(data: bytes) -> list[bytes]:
+    """Return the lines of a journal; the last of them may have no end."""
+    return data.removesuffix(b"\n").split(b"\n") if data else []
+
+
+def say_left_out(journal: Path, lines: list[bytes]) -> None:
+    """Print that lines of a journal are left out."""
+    beginning = lines[0][:40].decode(errors="replace")
+    print(f"sweep.py: {journal}: left out {len(lines)} damaged line{'s' * (len(lines) > 1)} ({beginning!r}...)")
+
+
+def mend(journal: Path) -> None:
+    """Leave damaged lines out of a journal, which is kept beside it; raise SweepError if trials could be mixed up.
+
+    The number of a trial is its place among the lines that begin one (CREATE). One of these that is damaged becomes the
+    beginning of a trial that nobody has trained yet.
+    """
+    data = journal.read_bytes()
+    if all(map(operation, lines_of(data))):
+        return
+    lines, left_out, trials = [], [], 0
+    for line in lines_of(data):
+        parts = [line]
+        if not operation(line) and (at := line.rfind(b'{"op_code":')) > 0:  # a line was appended to a half one
+            parts = [line[:at], line[at:]]
+        for part in parts:
+            found = operation(part)
+            if not found:
+                left_out.append(part)
+                if not re.match(rb'\{"op_code":%d,' % CREATE, part):
+                    continue
+                now = datetime.datetime.now(datetime.UTC).isoformat()
+                found = {"op_code": CREATE, "worker_id": "", "study_id": 0, "datetime_start": now}
+            trials += found["op_code"] == CREATE
+            lines.append(json.dumps(found, separators=(",", ":")).encode())
+            if found.get("trial_id", -1) >= trials or (len(lines) == 1 and found["op_code"] != 0):
+                what = "the beginning of a trial, or of all, was in a damaged line"
+                raise SweepError(f"{journal} cannot be read ({what}): restore a copy, or name another --folder")
+    names = (journal.with_name(f"{journal.name}.damaged{number}") for number in range(1, 10**6))
+    kept = next(name for name in names if not name.exists())
+    kept.write_bytes(data)
+    part = journal.with_name(f"{journal.name}.part")
+    part.write_bytes(b"".join(line + b"\n" for line in lines))
+    os.replace(part, journal)
+    say_left_out(journal, left_out)
+    print(f"sweep.py: the journal as it was: {kept}")
+
+
 def open_study(folder: Path, settings: dict[str, Any] | None = None, startup: int = 0, warmup: int = 0) -> tuple:
     """Return the study of a folder and its storage; with settings make it, if there is none, and refuse others."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -105,9 +195,23 @@ def open_study(folder: Path, settings: dict[str, Any] | None = None, startup: in
         folder.mkdir(parents=True, exist_ok=True)
     elif not (folder / "journal.log").exists():
         raise SweepError(f"there is no sweep in {folder}: it has no journal.log")
-    storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
-    if not settings:
-        return optuna.load_study(study_name=NAME, storage=storage), storage
+    journal = folder / "journal.log"
+    lock = Lock(journal)
+    backend = JournalFileBackend(str(journal), lock)  # makes the file
+    try:
+        if ends_in_half_line(journal) or not all(map(operation, lines_of(journal.read_bytes()))):
+            lock.acquire()
+            try:
+                mend(journal)
+            finally:
+                lock.release()
+        storage = JournalStorage(backend)
+        if not settings:
+            return optuna.load_study(study_name=NAME, storage=storage), storage
+    except SweepError:
+        raise
+    except Exception as error:  # a damaged file can raise almost anything
+        raise SweepError(f"cannot read {journal} ({error!r}): restore a copy of it, or name another --folder") from None
     with locked(folder):
         study = optuna.create_study(
             study_name=NAME,
@@ -162,7 +266,7 @@ def rows_of(output: Path) -> list[dict[str, float]]:
     try:
         with open(output / "metrics.csv", newline="") as file:
             return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-    except FileNotFoundError:
+    except (OSError, TypeError, ValueError):  # there is none yet; or it is damaged, and the trial has failed
         return []
 
 
@@ -202,6 +306,9 @@ class Task:
         name = f"trial-{trial.number:03}"
         output, mark, log = args.folder / name, args.folder / f"{name}.saved", args.folder / f"{name}.log"
         mark.unlink(missing_ok=True)
+        if output.exists() and not trial.params.keys() >= args.space.keys():
+            print(f"trial {trial.number}: the journal has lost its settings")
+            return done(study, trial, TrialState.FAIL)
         settings, starts = suggest(trial, args.space), trial.user_attrs["starts"]
         flags = [word for flag, value in settings.items() for word in (f"--{flag}", str(value))]
         print(f"trial {trial.number}, start {starts}: {' '.join(flags)}; log: {log}")
@@ -313,7 +420,10 @@ def last_value(trial: FrozenTrial) -> float:
 def show(folder: Path) -> None:
     """Print a table of all trials, the best first, and write it as sweep.csv and as a picture, sweep.png."""
     study, _ = open_study(folder)
-    settings = study.user_attrs["settings"]
+    if not (settings := study.user_attrs.get("settings")):
+        raise SweepError(
+            f"the journal of {folder} does not say what is searched: a task that goes on writes that again"
+        )
     names, metric, sign = list(settings["space"]), settings["metric"], -1 if settings["maximize"] else 1
     order = {TrialState.COMPLETE: 0, TrialState.RUNNING: 1, TrialState.PRUNED: 2}
 

@@ -47,7 +47,8 @@ def load_checkpoint(path):
     checkpoint = json.loads(path.read_text())
     for name in checkpoint["files"]:
         try:
-            assert not (bad := zipfile.ZipFile(path.parent / name).testzip()), f"{bad} has changed"
+            if bad := zipfile.ZipFile(path.parent / name).testzip():
+                raise ValueError(f"{bad} has changed")
         except Exception as error:  # a damaged file can raise almost anything
             raise ValueError(f"{name}: {error!r}") from None
     return checkpoint

@@ -46,7 +46,8 @@ def read_checkpoint(args):
 def load_checkpoint(path):
     """Return what run.json says; if it is damaged, raise an exception."""
     checkpoint = json.loads(path.read_text())
-    assert checkpoint.pop("checksum") == zlib.crc32(json.dumps(checkpoint).encode()), "it has changed"
+    if checkpoint.pop("checksum") != zlib.crc32(json.dumps(checkpoint).encode()):
+        raise ValueError("it has changed")
     return checkpoint
 
 

@@ -41,4 +41,8 @@ meet_at_this_node() {            # by its address on the way to the second: its 
 choose_interface() {             # Gloo would look its host's name up, which may fail
     address="$(own_address "$MASTER_ADDR")"
     export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$(ip -4 -o address show to "$address" | awk '{ print $2 }')}"
+    for name in ${GLOO_SOCKET_IFNAME//,/ }; do
+        [[ "$(ip -o address show "$name" 2>/dev/null)" ]] || fail "GLOO_SOCKET_IFNAME=$GLOO_SOCKET_IFNAME: $(uname -n) \
+has no interface $name with an address; it has: $(ip -o address | awk '{ print $2 }' | sort -u | paste -sd ' ')"
+    done
 }

@@ -8,10 +8,12 @@ import ctypes
 import errno
 import faulthandler
 import fcntl
+import io
 import json
 import os
 import platform
 import resource
+import socket
 import subprocess
 import sys
 import time
@@ -51,12 +53,66 @@ def check_args(parser, args):
             parser.error(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
 
 
+def check_environment():
+    """Refuse variables of the shell that lead to another program or network; drop numbers that are none."""
+    folder = Path(getattr(sys.modules["__main__"], "__file__", "/-")).resolve().parent  # of train.py
+    names = [path.stem for path in folder.glob("*.py")] + [path.parent.name for path in folder.glob("*/__init__.py")]
+    for name in set(names) - sys.stdlib_module_names:
+        file = getattr(sys.modules.get(name), "__file__", None) or folder / "not imported"
+        if folder not in (*Path(file).absolute().parents, *Path(file).resolve().parents):
+            fail(f"{name} is imported from {file}, not from {folder}: unset PYTHONPATH and PYTHONSAFEPATH")
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    for name in filter(None, wanted.split(",")):
+        if not has_address(name):
+            others = " ".join(other for _, other in socket.if_nameindex() if has_address(other))
+            found = f"{os.uname().nodename} has no interface {name} with an address; it has: {others}"
+            fail(f"GLOO_SOCKET_IFNAME={wanted}: {found}; name one of these, or unset the variable")
+    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):  # such as "8,1", "auto" or nothing at all
+        first = os.environ.pop(name, "").partition(",")[0].strip()
+        if first.isdecimal() and int(first) > 0:
+            os.environ[name] = first
+
+
+def has_address(interface):
+    """Return whether this node has a network interface of that name, with an address of IPv4 or IPv6."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, contextlib.suppress(OSError):
+        fcntl.ioctl(any_socket, 0x8915, interface.encode().ljust(40, b"\0")[:40])  # SIOCGIFADDR: fails without one
+        return True
+    with contextlib.suppress(OSError):  # where there is no IPv6
+        return interface in Path("/proc/net/if_inet6").read_text().split()
+    return False
+
+
+def keep_printing():
+    """Print lines immediately, and go on where they cannot be written: a full disk, or a reader that has gone."""
+
+    class Log(io.FileIO):
+        lost = False
+
+        def write(self, data):
+            try:
+                return super().write(data)
+            except OSError as error:
+                if not self.lost:
+                    self.lost = True
+                    with contextlib.suppress(OSError):
+                        cause = f"standard output cannot be written ({error.strerror})"
+                        print(f"{Path(sys.argv[0]).name}: {cause}: the run goes on without it", file=sys.stderr)
+                return len(data)
+
+    if sys.stdout:  # not if it was closed: then its number may be that of another file
+        log = io.BufferedWriter(Log(sys.stdout.fileno(), "w", closefd=False))
+        # backslashreplace: a locale without umlauts would end the run at a path that has some
+        sys.stdout = io.TextIOWrapper(log, sys.stdout.encoding, "backslashreplace", line_buffering=True)
+
+
 # own: Horovod in the place of torch.distributed
 def prepare_process(args):
     """Set what must be set before Horovod starts, and print lines immediately."""
     keep_memory()
-    sys.stdout.reconfigure(line_buffering=True)
+    keep_printing()
     hangs.listen()
+    check_environment()
     restart_watchdog(args)
     launchers = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")  # each sets one of these
     if not any(name in os.environ for name in launchers):  # one process needs neither MPI nor a network
@@ -123,16 +179,27 @@ def count_steps(args, samples):
     fail(f"--batch-size {args.batch_size}{times} is above the {samples} samples of each process")
 
 
+def remove_unfinished(folder):
+    """Remove what write() has left in a folder whose run was killed meanwhile; only for who holds the folder's lock."""
+    for path in (*folder.glob("tmp.*"), *folder.glob("checkpoint/tmp.*")):
+        process, _, name = path.name.removeprefix("tmp.").partition(".")
+        if path.name == "tmp.link" or (process.isdecimal() and "." in name):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
 def lock(folder):
     """Lock the folder until this process exits or is killed; return an error message or None."""
     try:  # the file stays open on purpose: closing it would release the lock
         folder.mkdir(parents=True, exist_ok=True)
         fcntl.lockf(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_unfinished(folder)
     except BlockingIOError:
         return f"another run is writing to --output-dir {folder}: wait for its end, or choose another folder"
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # without locks there, continue
-            return f"cannot write to --output-dir {folder} ({error.strerror}): choose another folder"
+            what = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+            return f"cannot write to --output-dir {folder} ({what}): choose another folder"
 
 
 def resume_settings(args):
@@ -173,7 +240,8 @@ def read_checkpoint(args):
 # own: NumPy's format in the place of PyTorch's
 def load_checkpoint(path):
     """Return a checkpoint's content; a damaged file raises an exception."""
-    assert not (name := zipfile.ZipFile(path).testzip()), f"{name} has changed"
+    if name := zipfile.ZipFile(path).testzip():
+        raise ValueError(f"{name} has changed")
     with np.load(path) as file:
         checkpoint = dict(file)
     return checkpoint | json.loads(str(checkpoint.pop("run")))
@@ -284,10 +352,31 @@ def commit():
         return subprocess.check_output(words, stderr=subprocess.DEVNULL, text=True, timeout=60).strip()
 
 
+def read_record(path):
+    """Return what run.json says so far; move one that is damaged aside, with a line: it is no reason not to go on."""
+    try:
+        known = json.loads(path.read_text())
+        if all(isinstance(one, dict) for name in ("starts", "stops") for one in known[name]):
+            return known | {name: list(known[name]) for name in ("starts", "stops")}
+        error = "starts and stops are no objects"
+    except FileNotFoundError:
+        return {"starts": [], "stops": []}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as reason:
+        error = repr(reason)
+    number = next(number for number in range(1, 10**6) if not path.with_name(f"run.json.damaged{number}").exists())
+    kept = path.with_name(f"run.json.damaged{number}")
+    with contextlib.suppress(OSError):  # then write() says what is wrong
+        path.rename(kept)
+    print(f"{path} is damaged ({error}): it begins anew, and the old one is {kept.name}", file=sys.stderr)
+    return {"starts": [], "stops": []}
+
+
 def record(args, progress, what, facts):
     """Add a start or a stop to run.json, which says what this run is, for programs that read it afterwards."""
     path = args.output_dir / "run.json"
-    known = json.loads(path.read_text()) if path.exists() else {"starts": [], "stops": []}
+    known = read_record(path)
+    if what == "starts":
+        write_metrics(args, progress)  # if it was damaged: the checkpoint has its rows
     packages = ("torch", "tensorflow", "horovod", "lightning", "deepspeed", "accelerate", "transformers", "peft")
     versions = {name: sys.modules[name].__version__ for name in (*packages, "torchvision") if name in sys.modules}
     known |= {"command": sys.argv, "settings": vars(args), "versions": versions | {"python": platform.python_version()}}

@@ -14,9 +14,15 @@ prepare() {                      # find the environment, which must have the mod
     [[ "$IMAGE" || -x "$VENV/bin/python" ]] ||
         fail "there is no $(realpath -m "$VENV")/bin/python: install as README.md says, or set VENV"
     export IMAGE PYTHONUNBUFFERED=1 SLURM_EXPORT_ENV=ALL  # ALL: srun passes the environment on, at any site
-    find="from importlib.util import find_spec; find_spec('$1') or exit('it has no $1')"
+    unset PYTHONHOME PYTHONSAFEPATH  # of another Python; with the second, train.py would not find what is beside it
+    local find="import os, site; from importlib.util import find_spec; find_spec('$1') or exit('it has no $1')
+others = (*filter(None, os.environ.get('PYTHONPATH', '').split(':')), site.getusersitepackages())
+found = [getattr(find_spec(name), 'origin', None) or '' for name in ('$1', 'torch', 'numpy')]
+print(*{path for path in found if path.startswith(tuple(other + '/' for other in others))}, sep='\n')"
     found="$(in_image python -c "$find" 2>&1)" ||
         fail "${IMAGE:-$VENV} cannot run train.py (${found##*$'\n'}): see container.def or README.md"
+    found="$(grep "^/" <<<"$found" | paste -sd " ")" || true
+    [[ -z "$found" ]] || echo "run.slurm: by PYTHONPATH or from your home, not from ${IMAGE:-$VENV}, come: $found"
     [[ "${SLURM_CPUS_PER_TASK:-}" ]] || fail "ask for cores with #SBATCH --cpus-per-task, not with --cpus-per-gpu"
     [[ -z "${SLURM_GPUS:-}" || "$SLURM_JOB_NUM_NODES" -eq 1 ]] ||
         fail "ask for GPUs with #SBATCH --gpus-per-node: --gpus may differ between nodes"
@@ -27,8 +33,7 @@ prepare() {                      # find the environment, which must have the mod
     job="$SLURM_JOB_ID"
     [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"  # not the whole array
     export output="${OUTPUT_DIR:-output/$job}"  # to continue job 1234: OUTPUT_DIR=output/1234 sbatch run.slurm
-    mkdir -p "$output"
-    touch "$output/started"
+    claim_folder
     keep_program                 # in $code
 }
 

@@ -48,8 +48,9 @@ def check_tasks(parser, args):
 def prepare_process(args):
     """Make this process end when its launcher does, print lines immediately, and set what Lightning reads."""
     hangs.listen()
+    plumbing.check_environment()
     plumbing.keep_memory()
-    sys.stdout.reconfigure(line_buffering=True)
+    plumbing.keep_printing()
     if args.srun:
         os.environ["SLURM_NODELIST"] = os.environ["SLURM_STEP_NODELIST"]  # rank 0 is on the first of these
     elif "STARTED_BY" in os.environ:  # by the process that has this id

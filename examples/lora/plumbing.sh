@@ -14,9 +14,15 @@ prepare() {                      # find the environment, which must have the mod
     [[ "$IMAGE" || -x "$VENV/bin/python" ]] ||
         fail "there is no $(realpath -m "$VENV")/bin/python: install as README.md says, or set VENV"
     export IMAGE PYTHONUNBUFFERED=1 SLURM_EXPORT_ENV=ALL  # ALL: srun passes the environment on, at any site
-    find="from importlib.util import find_spec; find_spec('$1') or exit('it has no $1')"
+    unset PYTHONHOME PYTHONSAFEPATH  # of another Python; with the second, train.py would not find what is beside it
+    local find="import os, site; from importlib.util import find_spec; find_spec('$1') or exit('it has no $1')
+others = (*filter(None, os.environ.get('PYTHONPATH', '').split(':')), site.getusersitepackages())
+found = [getattr(find_spec(name), 'origin', None) or '' for name in ('$1', 'torch', 'numpy')]
+print(*{path for path in found if path.startswith(tuple(other + '/' for other in others))}, sep='\n')"
     found="$(in_image python -c "$find" 2>&1)" ||
         fail "${IMAGE:-$VENV} cannot run train.py (${found##*$'\n'}): see container.def or README.md"
+    found="$(grep "^/" <<<"$found" | paste -sd " ")" || true
+    [[ -z "$found" ]] || echo "run.slurm: by PYTHONPATH or from your home, not from ${IMAGE:-$VENV}, come: $found"
     [[ "${SLURM_CPUS_PER_TASK:-}" ]] || fail "ask for cores with #SBATCH --cpus-per-task, not with --cpus-per-gpu"
     [[ -z "${SLURM_GPUS:-}" || "$SLURM_JOB_NUM_NODES" -eq 1 ]] ||
         fail "ask for GPUs with #SBATCH --gpus-per-node: --gpus may differ between nodes"
@@ -27,8 +33,7 @@ prepare() {                      # find the environment, which must have the mod
     job="$SLURM_JOB_ID"
     [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"  # not the whole array
     export output="${OUTPUT_DIR:-output/$job}"  # to continue job 1234: OUTPUT_DIR=output/1234 sbatch run.slurm
-    mkdir -p "$output"
-    touch "$output/started"
+    claim_folder
     keep_program                 # in $code
 }
 
@@ -65,6 +70,10 @@ meet_at_this_node() {            # by its address on the way to the second: its 
 choose_interface() {             # Gloo would look its host's name up, which may fail
     address="$(own_address "$MASTER_ADDR")"
     export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$(ip -4 -o address show to "$address" | awk '{ print $2 }')}"
+    for name in ${GLOO_SOCKET_IFNAME//,/ }; do
+        [[ "$(ip -o address show "$name" 2>/dev/null)" ]] || fail "GLOO_SOCKET_IFNAME=$GLOO_SOCKET_IFNAME: $(uname -n) \
+has no interface $name with an address; it has: $(ip -o address | awk '{ print $2 }' | sort -u | paste -sd ' ')"
+    done
 }
 
 log_usage() {                    # until the job ends: what GPUs and processors of this node say, for jupyter/usage.py

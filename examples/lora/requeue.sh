@@ -4,27 +4,71 @@
 # shellcheck disable=SC2154
 arguments=("$@")                 # of run.slurm: `source` without arguments hands them on
 
+claim_folder() {                 # refuse $output if another job that had this job's id has left it; note whose it is
+    shown="$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null)" || true
+    submitted="$(sed -n '/SubmitTime=/{s/.*SubmitTime=\([^ ]*\).*/\1/p;q}' <<<"$shown")"  # a requeue changes it
+    own="${SLURM_CLUSTER_NAME:--} $job ${submitted:-?}"
+    noted="$(cat "$output/started" 2>/dev/null)" || true
+    same=yes                     # job: it is a restart, the next in a chain, or a second run.slurm in one allocation
+    [[ "${SLURM_RESTART_COUNT:-0}" -gt 0 || "${KEPT_CODE:-}" || "$own" == "$noted" ]] || same=""
+    [[ "${noted:-$own}" == "${own%% *} "* || "${OUTPUT_DIR:-}" ]] || same=""  # the other cluster of two
+    [[ "$same" || "${OUTPUT_DIR:-}" || ! -e "$output/started" && ! -e "$output/.lock" ]] ||
+        fail "$output is of another run with the id $job: move it away, or go on: OUTPUT_DIR=$output sbatch run.slurm"
+    mkdir -p "$output"
+    echo "$own" 2>/dev/null >"$output/started" || touch "$output/started"  # the disk may be full
+}
+
 keep_program() {                 # copy the program to $code: a restart runs it as it was, whatever is edited meanwhile
     export code="${KEPT_CODE:-$output/code-$job}"  # a new job that continues in the folder makes a copy of its own
+    [[ "$same" || ! -d "$code" ]] || mv "$code" "$code-$(date +%s)"  # of another job, which had the same id
     if [[ -d "$code" ]]; then
         edited=""
-        while IFS= read -r file; do
-            cmp -s "$code/$file" "$file" || edited+=" $file"
-        done < <(find "$code" -type f ! -name "*.pyc" ! -name .commit -printf "%P\n")
+        while IFS= read -rd "" file; do
+            cmp -s "$code/$file" "./$file" || edited+=" $(printf %q "$file")"
+        done < <(find "$code" -type f ! -name "*.pyc" ! -name .commit -printf "%P\0")
         echo "run.slurm: running $code, as it was submitted${edited:+; edited since, for new jobs only:}$edited"
         return
     fi
     rm -rf "$code.part"
     mkdir "$code.part"
-    for path in *; do            # Python's files and packages, and settings; all else is linked, since it may be large
-        if [[ "$path" =~ \.(py|json|yaml|yml|toml)$ || "$path" == common || -e "$path/__init__.py" ]]; then
-            cp -rLpt "$code.part" "$path"
-        elif [[ ! "$path" =~ \.(out|log)$ && "$code/" != @("$PWD/"|)"$path"/* ]]; then
-            ln -s "$PWD/$path" "$code.part"
-        fi || fail "cannot copy $path to $code, see above"
-    done
+    left_out=""
+    copy_program . "$code.part"
+    [[ -z "$left_out" ]] || echo "run.slurm: not in the copy of the program, since neither file nor folder:$left_out"
     git describe --always --dirty --abbrev=40 --exclude="*" >"$code.part/.commit" 2>/dev/null || true
     mv "$code.part" "$code"
+}
+
+copy_program() {                 # copy Python's files, settings and packages in $1; link all else: it may be large
+    local path files=()
+    while IFS= read -rd "" path; do
+        files+=("$path")
+    done < <(find -L "./$1" -maxdepth 1 -type f -readable -size -10000k -regextype posix-extended \
+        -regex '.*\.(py|json|yaml|yml|toml)' -print0 2>/dev/null)
+    for path in "${files[@]}"; do
+        cp -L --preserve=timestamps "$path" "$2" || [[ ! -e "$path" ]] ||
+            fail "cannot copy ${path#././} to $code, see above"
+    done
+    for path in "$1"/* "$1"/.[!.]*; do
+        path="${path#./}"
+        name="${path##*/}"
+        if [[ "$1" == . && "$name" =~ ^\.|\.(out|log)$ || "$name" == __pycache__ || -e "$2/$name" ]]; then
+            continue
+        elif [[ -d "$path" ]] && is_package "$path"; then
+            mkdir "$2/$name"
+            copy_program "$path" "$2/$name"
+        elif [[ -f "$path" || -d "$path" && "$code/" != @("$PWD/"|)"$path"/* ]]; then
+            ln -s "$PWD/$path" "$2"
+        elif [[ -L "$path" || -e "$path" && ! -d "$path" ]]; then  # a link to nothing, such as an editor's lock; a pipe
+            left_out+=" $(printf %q "$path")"
+        fi
+    done
+}
+
+is_package() {                   # whether a folder is one of the program's: with few files, and no link to where it is
+    local files=("$1"/*.py)
+    [[ -e "$1/__init__.py" || "$1" == */* && -e "${files[0]}" ]] || return 1
+    [[ ! -L "$1" || "$1" != */* && "$(realpath .)/" != "$(realpath "$1")"/* ]] || return 1
+    [[ "$(find "./$1/" -maxdepth 1 | head -1001 | wc -l)" -le 1000 ]]
 }
 
 saved() {                        # print the checkpoint, or what predict.py writes, if it is newer than the file $1

@@ -7,13 +7,16 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import io
 import json
 import os
+import pickle
 import platform
 import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -58,12 +61,66 @@ def check_args(parser, args):
         parser.error(f"{args.processes} processes on {os.uname().nodename}, which has {gpus} GPUs: start one for each")
 
 
+def check_environment():
+    """Refuse variables of the shell that lead to another program or network; drop numbers that are none."""
+    folder = Path(getattr(sys.modules["__main__"], "__file__", "/-")).resolve().parent  # of train.py
+    names = [path.stem for path in folder.glob("*.py")] + [path.parent.name for path in folder.glob("*/__init__.py")]
+    for name in set(names) - sys.stdlib_module_names:
+        file = getattr(sys.modules.get(name), "__file__", None) or folder / "not imported"
+        if folder not in (*Path(file).absolute().parents, *Path(file).resolve().parents):
+            fail(f"{name} is imported from {file}, not from {folder}: unset PYTHONPATH and PYTHONSAFEPATH")
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    for name in filter(None, wanted.split(",")):
+        if not has_address(name):
+            others = " ".join(other for _, other in socket.if_nameindex() if has_address(other))
+            found = f"{os.uname().nodename} has no interface {name} with an address; it has: {others}"
+            fail(f"GLOO_SOCKET_IFNAME={wanted}: {found}; name one of these, or unset the variable")
+    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):  # such as "8,1", "auto" or nothing at all
+        first = os.environ.pop(name, "").partition(",")[0].strip()
+        if first.isdecimal() and int(first) > 0:
+            os.environ[name] = first
+
+
+def has_address(interface):
+    """Return whether this node has a network interface of that name, with an address of IPv4 or IPv6."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, contextlib.suppress(OSError):
+        fcntl.ioctl(any_socket, 0x8915, interface.encode().ljust(40, b"\0")[:40])  # SIOCGIFADDR: fails without one
+        return True
+    with contextlib.suppress(OSError):  # where there is no IPv6
+        return interface in Path("/proc/net/if_inet6").read_text().split()
+    return False
+
+
+def keep_printing():
+    """Print lines immediately, and go on where they cannot be written: a full disk, or a reader that has gone."""
+
+    class Log(io.FileIO):
+        lost = False
+
+        def write(self, data):
+            try:
+                return super().write(data)
+            except OSError as error:
+                if not self.lost:
+                    self.lost = True
+                    with contextlib.suppress(OSError):
+                        cause = f"standard output cannot be written ({error.strerror})"
+                        print(f"{Path(sys.argv[0]).name}: {cause}: the run goes on without it", file=sys.stderr)
+                return len(data)
+
+    if sys.stdout:  # not if it was closed: then its number may be that of another file
+        log = io.BufferedWriter(Log(sys.stdout.fileno(), "w", closefd=False))
+        # backslashreplace: a locale without umlauts would end the run at a path that has some
+        sys.stdout = io.TextIOWrapper(log, sys.stdout.encoding, "backslashreplace", line_buffering=True)
+
+
 def prepare_process(args):
     """Make this process end when its launcher does, print lines immediately, and set up Gloo."""
     hangs.listen()
     keep_memory()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its launcher
-    sys.stdout.reconfigure(line_buffering=True)
+    keep_printing()
+    check_environment()
     if args.processes == args.world_size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works even if the host name cannot be resolved
     # DDP warns about the strides of gradients. It is harmless: where a dimension is 1, both memory layouts are equal.
@@ -136,16 +193,27 @@ def fix_summation_order(ddp_model, zeros):
     ddp_model.train()
 
 
+def remove_unfinished(folder):
+    """Remove what write() has left in a folder whose run was killed meanwhile; only for who holds the folder's lock."""
+    for path in (*folder.glob("tmp.*"), *folder.glob("checkpoint/tmp.*")):
+        process, _, name = path.name.removeprefix("tmp.").partition(".")
+        if path.name == "tmp.link" or (process.isdecimal() and "." in name):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
 def lock(folder):
     """Lock the folder until this process exits or is killed; return an error message or None."""
     try:  # the file stays open on purpose: closing it would release the lock
         folder.mkdir(parents=True, exist_ok=True)
         fcntl.lockf(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_unfinished(folder)
     except BlockingIOError:
         return f"another run is writing to --output-dir {folder}: wait for its end, or choose another folder"
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # without locks there, continue
-            return f"cannot write to --output-dir {folder} ({error.strerror}): choose another folder"
+            what = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+            return f"cannot write to --output-dir {folder} ({what}): choose another folder"
 
 
 def resume_settings(args):
@@ -185,8 +253,15 @@ def read_checkpoint(args):
 
 def load_checkpoint(path):
     """Return a checkpoint's content; a damaged file raises an exception."""
-    assert not (name := zipfile.ZipFile(path).testzip()), f"{name} has changed"  # torch.load does not notice that
-    return torch.load(path, map_location="cpu", weights_only=True)
+    if name := zipfile.ZipFile(path).testzip():  # torch.load does not notice that
+        raise ValueError(f"{name} has changed")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise ValueError("it has more than tensors and numbers, so it is of another program") from None
+    if not isinstance(checkpoint, dict) or not {"progress", "settings"} <= checkpoint.keys():
+        raise ValueError("it has no progress and settings, so it is of another program")
+    return checkpoint
 
 
 def accept(found):
@@ -358,10 +433,31 @@ def commit():
         return subprocess.check_output(words, stderr=subprocess.DEVNULL, text=True, timeout=60).strip()
 
 
+def read_record(path):
+    """Return what run.json says so far; move one that is damaged aside, with a line: it is no reason not to go on."""
+    try:
+        known = json.loads(path.read_text())
+        if all(isinstance(one, dict) for name in ("starts", "stops") for one in known[name]):
+            return known | {name: list(known[name]) for name in ("starts", "stops")}
+        error = "starts and stops are no objects"
+    except FileNotFoundError:
+        return {"starts": [], "stops": []}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as reason:
+        error = repr(reason)
+    number = next(number for number in range(1, 10**6) if not path.with_name(f"run.json.damaged{number}").exists())
+    kept = path.with_name(f"run.json.damaged{number}")
+    with contextlib.suppress(OSError):  # then write() says what is wrong
+        path.rename(kept)
+    print(f"{path} is damaged ({error}): it begins anew, and the old one is {kept.name}", file=sys.stderr)
+    return {"starts": [], "stops": []}
+
+
 def record(args, progress, what, facts):
     """Add a start or a stop to run.json, which says what this run is, for programs that read it afterwards."""
     path = args.output_dir / "run.json"
-    known = json.loads(path.read_text()) if path.exists() else {"starts": [], "stops": []}
+    known = read_record(path)
+    if what == "starts":
+        write_metrics(args, progress)  # if it was damaged: the checkpoint has its rows
     packages = ("torch", "tensorflow", "horovod", "lightning", "deepspeed", "accelerate", "transformers", "peft")
     versions = {name: sys.modules[name].__version__ for name in (*packages, "torchvision") if name in sys.modules}
     known |= {"command": sys.argv, "settings": vars(args), "versions": versions | {"python": platform.python_version()}}

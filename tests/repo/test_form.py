@@ -277,7 +277,7 @@ def test_save_that_does_not_end(tmp_path: Path, how: str, status: int) -> None:
 
 CHANGES: dict[str, tuple[str, str, str]] = {  # file, what is changed, and the function in which it is
     "Python": ("examples/ddp_spawn/plumbing.py", "os.fsync(file.fileno())", "write"),
-    "bash": ("examples/ddp_spawn/plumbing.sh", 'touch "$output/started"', "prepare"),
+    "bash": ("examples/ddp_spawn/plumbing.sh", "claim_folder", "prepare"),
     "jupyter": ("jupyter/run.slurm", "status=$?", "wait_for"),
 }
 

@@ -1,0 +1,303 @@
+"""Functions of plumbing.sh and requeue.sh, called with stand-ins for SLURM: the copy of the program, folders of jobs.
+
+Their text is the same in all examples, so these tests take that of torchrun_multinode.
+"""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.launchers import ROOT
+from harness.processes import clean_environment
+
+EXAMPLE = ROOT / "examples" / "torchrun_multinode"
+JOB = """
+source ./plumbing.sh
+scontrol() { echo "JobId=$SLURM_JOB_ID JobName=x"; echo "   SubmitTime=$SUBMITTED EligibleTime=y"; }
+job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
+export output="${OUTPUT_DIR:-output/$job}"
+claim_folder
+keep_program
+echo "code: $code"
+"""
+FIRST = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "one", "SUBMITTED": "2026-11-26T10:00:00"}
+
+
+def shell(folder: Path, script: str, **variables: str) -> subprocess.CompletedProcess:
+    """Run a script of bash beside the two files."""
+    for name in ("plumbing.sh", "requeue.sh"):
+        shutil.copy(EXAMPLE / name, folder)
+    environment = clean_environment() | variables
+    return subprocess.run(
+        ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def job(folder: Path, **variables: str) -> subprocess.CompletedProcess:
+    """Do what `prepare` does with the output folder, as the job whose SLURM sets these variables beside FIRST."""
+    return shell(folder, JOB, **{name: value for name, value in (FIRST | variables).items() if value})
+
+
+# ---- The copy of the program ----
+
+
+def touch(folder: Path, *names: str) -> None:
+    """Make files, and the folders that they are in."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+def large(path: Path) -> None:
+    """Make a file of 11 MB that takes no space."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    os.truncate(path, 11_000_000)
+
+
+def emacs(folder: Path) -> None:
+    (folder / "common" / ".#data.py").symlink_to("me@login1.4242:1700000000")
+
+
+def dangling(folder: Path) -> None:
+    (folder / "old.py").symlink_to("nowhere/old.py")
+    (folder / "data").symlink_to("/scratch/gone")
+
+
+def sockets(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(folder / "debug.sock"))
+    os.mkfifo(folder / "common" / "pipe.py")
+
+
+def odd_names(folder: Path) -> None:
+    touch(folder, "my part/__init__.py", "my part/new\nline.py", "[a]*/__init__.py", "-n.py", "-p/__init__.py")
+
+
+def environments(folder: Path) -> None:
+    touch(folder, "venv/pyvenv.cfg", "venv/lib/python3.11/site-packages/x/__init__.py", "part/env/conda-meta/history")
+    touch(folder, "part/__init__.py", "node_modules/x/index.js")
+
+
+def data_package(folder: Path) -> None:
+    touch(folder, "images/__init__.py", *(f"images/{number}.png" for number in range(1100)))
+
+
+def large_files(folder: Path) -> None:
+    for name in ("annotations.json", "common/weights.py", "common/vectors.npz"):
+        large(folder / name)
+
+
+def circles(folder: Path) -> None:
+    touch(folder, "part/__init__.py", "part/inner/__init__.py")
+    for link, target in {"self": ".", "up": "..", "part/again": ".", "part/inner/back": "../../part"}.items():
+        (folder / link).symlink_to(target)
+    touch(folder, "__init__.py")  # the folder itself is a package
+
+
+def linked_package(folder: Path) -> None:
+    touch(folder.parent, "shared/__init__.py", "shared/model.py")
+    (folder / "shared").symlink_to("../shared")
+
+
+COPIES: dict[str, tuple[Callable[[Path], None], list[str], list[str], list[str]]] = {
+    # what is there besides, what is a file of the copy, what is a link, what is left out
+    "an editor's lock": (emacs, ["common/data.py"], [], ["common/.#data.py"]),
+    "links to nothing": (dangling, [], [], ["data", "old.py"]),
+    "sockets and pipes": (sockets, [], [], ["common/pipe.py", "debug.sock"]),
+    "names": (odd_names, ["my part/new\nline.py", "[a]*/__init__.py", "-n.py", "-p/__init__.py"], [], []),
+    "environments": (environments, ["part/__init__.py"], ["venv", "part/env", "node_modules"], []),
+    "a data folder with __init__.py": (data_package, [], ["images"], []),
+    "large files": (large_files, [], ["annotations.json", "common/weights.py", "common/vectors.npz"], []),
+    "circular links": (circles, ["part/inner/__init__.py"], ["self", "up", "part/again", "part/inner/back"], []),
+    "a package elsewhere": (linked_package, ["shared/model.py"], [], []),
+}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_copy_of_the_program(tmp_path: Path, case: str) -> None:
+    """What is no part of the program stops no job and is not copied; one line names what is neither file nor folder."""
+    make, copied, linked, left_out = COPIES[case]
+    folder = tmp_path / "project"
+    touch(folder, "train.py", "settings.toml", "common/__init__.py", "common/data.py", "text.txt", "x-1.out", ".git/x")
+    make(folder)
+    run = job(folder)
+    assert run.returncode == 0 and not run.stderr, run.stderr
+    code = folder / "output" / "7" / "code-7"
+    for name in ("train.py", "settings.toml", "common/data.py", *copied):
+        path = code / name
+        assert path.read_text() == (folder / name).read_text() and not path.is_symlink(), name
+        assert path.resolve().is_relative_to(code), name
+    for name in ("text.txt", *linked):
+        assert (code / name).is_symlink() and (code / name).resolve() == (folder / name).resolve(), name
+    assert not {"x-1.out", "output", ".git"} & {path.name for path in code.iterdir()}
+    said = [line.rpartition(": ")[2].split() for line in run.stdout.splitlines() if "not in the copy" in line]
+    assert sorted(sum(said, [])) == left_out and len(said) == bool(left_out), run.stdout
+    assert sum(path.stat(follow_symlinks=False).st_size for path in code.rglob("*")) < 100_000
+
+    touch(folder, "x.py")  # a restart runs the copy, and names what was edited
+    (folder / "train.py").write_text("edited")
+    again = job(folder, SLURM_RESTART_COUNT="1", SUBMITTED="2026-11-26T11:00:00")
+    line = "run.slurm: running output/7/code-7, as it was submitted; edited since, for new jobs only: train.py"
+    assert again.stdout.splitlines() == [line, "code: output/7/code-7"], again.stdout + again.stderr
+    assert (code / "train.py").read_text() == "train.py" and not (code / "x.py").exists()
+
+
+def test_copy_on_a_full_disk(tmp_path: Path) -> None:
+    """A file of the program that cannot be copied ends the job with one line: without it another program would run."""
+    touch(tmp_path, "train.py")
+    run = shell(tmp_path, JOB.replace("claim_folder", "claim_folder\ncp() { return 1; }"), **FIRST)
+    assert run.returncode == 2 and run.stderr == (
+        "run.slurm: error: cannot copy train.py to output/7/code-7, see above\n"
+    )
+
+
+# ---- A job's id that comes again ----
+
+AGAIN: dict[str, tuple[dict[str, str], bool]] = {  # variables of a second start in the folder, and whether it goes on
+    "requeued": ({"SLURM_RESTART_COUNT": "1", "SUBMITTED": "2026-11-26T11:00:00"}, True),
+    "the third start": ({"SLURM_RESTART_COUNT": "2", "SUBMITTED": "2026-11-27T11:00:00"}, True),
+    "twice in one allocation": ({}, True),
+    "a successor": ({"SLURM_JOB_ID": "8", "OUTPUT_DIR": "output/7", "KEPT_CODE": "output/7/code-7"}, True),
+    "a trial of a sweep": ({"SLURM_JOB_ID": "9", "OUTPUT_DIR": "output/7", "KEPT_CODE": "output/7/code-7"}, True),
+    "SLURM reset, or the lab": ({"SUBMITTED": "2026-12-24T10:00:00"}, False),
+    "another cluster": ({"SLURM_CLUSTER_NAME": "two", "SUBMITTED": "2026-12-24T10:00:00"}, False),
+    "another cluster, requeued": ({"SLURM_CLUSTER_NAME": "two", "SLURM_RESTART_COUNT": "1"}, False),
+    "SLURM says nothing": ({"SUBMITTED": ""}, False),
+}
+
+
+@pytest.mark.parametrize("case", AGAIN)
+def test_id_that_comes_again(tmp_path: Path, case: str) -> None:
+    """A job goes on in its own folder; one that only has the id of an earlier one is refused, and changes nothing."""
+    variables, goes_on = AGAIN[case]
+    touch(tmp_path, "train.py")
+    assert job(tmp_path).returncode == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "output").rglob("*") if path.is_file()}
+    (tmp_path / "train.py").write_text("the new program")
+    run = job(tmp_path, **variables)
+    if goes_on:
+        assert run.returncode == 0 and "running output/7/code-7, as it was submitted" in run.stdout, run.stderr
+        return
+    assert run.returncode == 2 and run.stderr.startswith("run.slurm: error: output/7 is of another run with the id 7: ")
+    assert run.stderr.endswith("OUTPUT_DIR=output/7 sbatch run.slurm\n") and run.stderr.count("\n") == 1
+    assert before == {path: path.read_bytes() for path in (tmp_path / "output").rglob("*") if path.is_file()}
+
+
+def test_id_that_comes_again_on_purpose(tmp_path: Path) -> None:
+    """With OUTPUT_DIR a job of the same id goes on, with its own program; the older one is kept. So do array tasks."""
+    touch(tmp_path, "train.py")
+    assert job(tmp_path).returncode == 0
+    (tmp_path / "train.py").write_text("the new program")
+    later = {"SUBMITTED": "2026-12-24T10:00:00", "OUTPUT_DIR": "output/7"}
+    assert job(tmp_path, **later).returncode == 0
+    programs = [path.read_text() for path in sorted((tmp_path / "output" / "7").glob("code-7*/train.py"))]
+    assert programs == ["the new program", "train.py"]
+    assert "as it was submitted" in job(tmp_path, **later, SLURM_RESTART_COUNT="1").stdout
+
+    for task in ("1", "2"):
+        run = job(tmp_path, SLURM_ARRAY_JOB_ID="20", SLURM_ARRAY_TASK_ID=task, SLURM_JOB_ID=f"2{task}")
+        assert run.returncode == 0 and run.stdout.endswith(f"code: output/20_{task}/code-20_{task}\n"), run.stderr
+
+
+def test_folder_of_a_run_without_slurm(tmp_path: Path) -> None:
+    """A folder that `--output-dir output/7` has made without SLURM is no job's; one of an older release goes on."""
+    touch(tmp_path, "train.py", "output/7/.lock")
+    assert "is of another run" in job(tmp_path).stderr
+    touch(tmp_path, "output/8/code-8/train.py")
+    (tmp_path / "output/8/started").touch()  # empty: as before submissions were noted
+    assert job(tmp_path, SLURM_JOB_ID="8", SLURM_RESTART_COUNT="1").returncode == 0
+
+
+# ---- What the shell holds ----
+
+INTERFACES = {
+    "eth0": "",
+    "lo,eth0": "",
+    "": "",
+    "ib0": "has no interface ib0 with an address; it has: eth0 lo",
+    "^docker0,lo": "has no interface ^docker0",
+    "=eth0": "has no interface =eth0",
+    "eth": "has no interface eth ",
+    "lo,ib0": "has no interface ib0",
+}
+ADDRESSES = r"""
+source ./plumbing.sh
+own_address() { echo 10.0.0.1; }
+ip() {
+    [[ "$*" != *" show eth0" && "$*" != *" show lo" && "$*" != *" show to "* && "$*" != "-o address" ]] && return 1
+    [[ "$*" != "-o address" ]] || echo "1: lo    inet 127.0.0.1/8"
+    echo "2: eth0    inet 10.0.0.1/24"
+}
+MASTER_ADDR=x choose_interface
+echo "$GLOO_SOCKET_IFNAME"
+"""
+
+
+@pytest.mark.parametrize("value", INTERFACES)
+def test_interface(tmp_path: Path, value: str) -> None:
+    """A node without the interface that GLOO_SOCKET_IFNAME names says so in one line; without one it finds its own."""
+    run = shell(tmp_path, ADDRESSES, GLOO_SOCKET_IFNAME=value)
+    if not INTERFACES[value]:
+        assert (run.returncode, run.stdout, run.stderr) == (0, f"{value or 'eth0'}\n", "")
+        return
+    (line,) = run.stderr.splitlines()
+    assert run.returncode == 2 and line.startswith(
+        f"run.slurm: error: GLOO_SOCKET_IFNAME={value}: {os.uname().nodename}"
+    )
+    assert INTERFACES[value] in line
+
+
+PREPARE = """
+IMAGE=""
+source ./plumbing.sh
+scontrol() { :; }
+prepare json
+python -c 'import os, sys; print([name for name in sys.argv[1:] if name in os.environ])' PYTHONHOME PYTHONSAFEPATH
+"""
+
+
+def test_python_variables(tmp_path: Path) -> None:
+    """PYTHONHOME and PYTHONSAFEPATH do not reach a job; a numpy that comes by PYTHONPATH is named."""
+    touch(tmp_path, "train.py", "other/numpy/__init__.py")
+    variables = FIRST | {"VENV": sys.prefix, "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_NUM_NODES": "1"}
+    variables |= {"PYTHONHOME": str(tmp_path), "PYTHONSAFEPATH": "1", "PYTHONPATH": str(tmp_path / "other")}
+    run = shell(tmp_path, PREPARE, **variables)
+    assert run.returncode == 0 and run.stdout.splitlines() == [
+        f"run.slurm: by PYTHONPATH or from your home, not from {sys.prefix}, come: {tmp_path}/other/numpy/__init__.py",
+        "[]",
+    ], run.stdout + run.stderr
+    quiet = shell(tmp_path, PREPARE, **variables | {"PYTHONPATH": str(tmp_path), "SLURM_JOB_ID": "8"})
+    assert quiet.returncode == 0 and quiet.stdout == "[]\n", quiet.stdout + quiet.stderr
+
+
+@pytest.mark.parametrize("folder", ["/nonexistent", "", "/proc"])
+def test_temporary_folder(tmp_path: Path, folder: str) -> None:
+    """A TMPDIR in which nothing can be made, as one of another node, does not end the task."""
+    script = "source ./plumbing.sh; until_asked_to_stop bash -c 'test -d \"${STOP_FILE%/*}\" && echo here'"
+    run = shell(tmp_path, script, TMPDIR=folder)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "here\n", "")
+
+
+# ---- Checks ----
+
+
+def test_no_check_is_an_assert() -> None:
+    """No shipped Python file has an assert: with PYTHONOPTIMIZE=1, or python -O, it would check nothing."""
+    found = []
+    for room in ("examples", "common", "jupyter", "sweep", "preflight"):
+        for path in (ROOT / room).rglob("*.py"):
+            relative = path.relative_to(ROOT)
+            if not {".venv", "output", "__pycache__"} & set(relative.parts):
+                lines = path.read_text().splitlines()
+                found += [
+                    f"{relative}:{number}" for number, line in enumerate(lines, 1) if re.match(r"\s*assert\b", line)
+                ]
+    assert not found
