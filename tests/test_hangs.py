@@ -22,6 +22,8 @@ def test_stacks(example: str, folder: Path, reference: Reference) -> None:
     What does not listen, such as torchrun or the process that has spawned the others, is left alone.
     """
     edits.hold_epochs(folder, LAUNCHERS[example])
+    with open(folder / "held.py", "a") as file:  # what a logger does, to write its last rows
+        file.write('__import__("atexit").register(lambda: Path(f"exit-{os.getpid()}").touch())\n')
     (folder / edits.HOLD).write_text("1")
     run = runs.start(example, folder, 2)
     run.read_epoch(1)
@@ -36,6 +38,7 @@ def test_stacks(example: str, folder: Path, reference: Reference) -> None:
     assert run.wait().status == 0, run.stderr
     outputs.assert_same_run(folder / "output", reference.output)
     assert "no step for" not in run.stderr
+    assert len(list(folder.glob("exit-*"))) == 2, "what is registered with atexit is called"
 
 
 @pytest.mark.runs("one")

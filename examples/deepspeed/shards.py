@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from plumbing import fail, lock, position, resume_settings, write, write_metrics
+from plumbing import accept, fail, gather, lock, position, resume_settings, write, write_metrics
 
 CHECKPOINT = "checkpoint/run.json"  # in --output-dir
 
@@ -41,17 +41,29 @@ def read_checkpoint(args):
     return checkpoint
 
 
-# own: run.json, and the files that it names
+# own: run.json alone; check() reads the files that it names
 def load_checkpoint(path):
-    """Return what run.json says; if it, or a file that it names, is damaged, raise an exception."""
-    checkpoint = json.loads(path.read_text())
-    for name in checkpoint["files"]:
+    """Return what run.json says; if it is damaged, raise an exception."""
+    return json.loads(path.read_text())
+
+
+def damaged(path, why):
+    """Return the error message for a checkpoint that cannot be read."""
+    return f"{path} is damaged or cannot be read ({why}): restore a good copy, or move it away to start over"
+
+
+# own: the files are archives of PyTorch, with checksums of their own
+def check(args, checkpoint):
+    """Have each process read a part of the files; return their folder, or end all processes if a file is damaged."""
+    path, errors = args.output_dir / "checkpoint", []
+    for name in checkpoint["files"][dist.get_rank() :: args.world_size]:
         try:
-            if bad := zipfile.ZipFile(path.parent / name).testzip():
-                raise ValueError(f"{bad} has changed")
+            if changed := zipfile.ZipFile(path / name).testzip():
+                errors.append(damaged(path, f"{name}: {changed} has changed"))
         except Exception as error:  # a damaged file can raise almost anything
-            raise ValueError(f"{name}: {error!r}") from None
-    return checkpoint
+            errors.append(damaged(path, f"{name}: {error!r} on {os.uname().nodename}"))
+    accept(next(iter(sum(gather(errors), [])), None))
+    return path / checkpoint["tag"]
 
 
 def begin(args, progress):

@@ -137,8 +137,8 @@ def resume(args, engine):
     found = [shards.read_checkpoint(args) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)  # deepspeed: rank 0 says which files belong to the checkpoint
     if checkpoint := plumbing.accept(found[0]):  # ends this process if rank 0 has found an error
-        folder = args.output_dir / "checkpoint"
-        loaded, _ = engine.load_checkpoint(folder, checkpoint["tag"])  # deepspeed: each process reads its shards
+        folder = shards.check(args, checkpoint)  # deepspeed: each process checks a part of the files
+        loaded, _ = engine.load_checkpoint(folder.parent, folder.name)  # deepspeed: each process reads its shards
         if loaded is None:
             plumbing.fail(f"rank {dist.get_rank()} does not find its part of {folder}: is it on a shared disk?")
         progress = checkpoint["progress"]

@@ -3,6 +3,7 @@
 Without these calls it still trains. A function that other examples have, too, has the same text, or a comment says why.
 """
 
+import atexit
 import contextlib
 import ctypes
 import errno
@@ -10,6 +11,7 @@ import fcntl
 import io
 import json
 import logging
+import multiprocessing.util
 import os
 import platform
 import re
@@ -314,7 +316,15 @@ def finish(args, progress, message):
         print(f"used: {memory} MB of memory{gpus} in the largest process{hangs.name_slowest(used)}")
         print(message)
     disconnect()
+    call_exit_functions()
     end(0)
+
+
+def call_exit_functions():
+    """Call what is registered with atexit, which end() does not: there loggers such as wandb write their last rows."""
+    for waits in (end, multiprocessing.util._exit_function):  # the second waits for loader workers
+        atexit.unregister(waits)
+    atexit._run_exitfuncs()
 
 
 def position(args, progress):

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import zlib
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -108,12 +109,17 @@ def complete(args, progress, folder):
 
 
 def write_model(args, weights):
-    """On rank 0, write the state dict of the whole model, and the sizes of the TinyGPT that it belongs to."""
+    """On rank 0, write the state dict of the whole model, and the sizes of the TinyGPT that it belongs to.
+
+    The others wait for that. It may take longer than --timeout, which is for what all do together.
+    """
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     if dist.get_rank() == 0:
         sizes = {"vocab": len(weights["token.weight"])}
         sizes |= {name: getattr(args, name) for name in ("context", "width", "heads", "layers")}
         write(args.output_dir / "model.json", lambda file: file.write(json.dumps(sizes).encode()))
         write(args.output_dir / "model.pt", lambda file: torch.save(weights, file))
+    dist.barrier(patient)
 
 
 @contextlib.contextmanager

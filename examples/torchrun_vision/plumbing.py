@@ -10,6 +10,7 @@ import errno
 import fcntl
 import io
 import json
+import multiprocessing.util
 import os
 import pickle
 import platform
@@ -364,7 +365,15 @@ def finish(args, progress, message):
         print(f"used: {memory} MB of memory{gpus} in the largest process{hangs.name_slowest(used)}")
         print(message)
     disconnect()
+    call_exit_functions()
     end(0)
+
+
+def call_exit_functions():
+    """Call what is registered with atexit, which end() does not: there loggers such as wandb write their last rows."""
+    for waits in (end, multiprocessing.util._exit_function):  # the second waits for loader workers
+        atexit.unregister(waits)
+    atexit._run_exitfuncs()
 
 
 def position(args, progress):
