@@ -43,7 +43,9 @@ from benchmarks import report
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {path.parent.name: path.read_text() for path in sorted(ROOT.glob("examples/*/train.py"))}
-EXAMPLES = [example for example, text in SCRIPTS.items() if "ConvNet on {" in text]  # those that train the same model
+EXAMPLES = [
+    example for example, text in SCRIPTS.items() if 'default="digits"' in text
+]  # those that train the same model
 # Those that need one environment; the others are measured with --venv only.
 ALIKE = [example for example in EXAMPLES if "import ConvNet" in SCRIPTS[example]]
 FIRST = "ddp_spawn"  # what the others are compared with

@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 FIRST = "torchrun_multinode"  # whose text is the source, where it has the file or the function
-FILES = ("hangs.py", "requeue.sh", "own_data.py", "own_model.py", "install.sh")
+FILES = ("checks.py", "hangs.py", "requeue.sh", "own_data.py", "own_model.py", "install.sh")
 SHELL = re.compile(r"((?:^#.*\n)*)^(\w+)\(\) (?:\{ *(?:#.*)?\n(?:.*\n)*?\}|\( *(?:#.*)?\n(?:.*\n)*?\))$", re.MULTILINE)
 
 

@@ -93,6 +93,7 @@ def train_one_epoch(args, accelerator, ddp_model, train_loader, optimizer, progr
         with accelerator.accumulate(ddp_model):  # accumulation: averages gradients in the last batch of a step only
             loss = F.cross_entropy(ddp_model(images), labels)
             accelerator.backward(loss)  # accelerate: a share of the loss; ddp: averages gradients over all processes
+        plumbing.note_loss(train_loader, loss)  # the first that is not finite: `check_results` then stops the run
         sums[0] += loss.detach() * len(labels)  # on the device: no step waits for it
         sums[1] += len(labels)
         voting.wait()  # now `vote` is 0 to go on, 1 to save after this step, 2 to stop then
@@ -138,6 +139,7 @@ def evaluate(args, accelerator, model, test_loader):
 
 def save_checkpoint(args, accelerator, model, optimizer, progress):
     """Save model, optimizer and `progress`, from which --resume continues; all processes call this."""
+    plumbing.check_results(args, model, progress)  # stops the run if a loss is not finite, and the like
     progress = progress | {"sums": accelerator.reduce(progress["sums"])}  # accelerate: over all processes
     if accelerator.is_main_process:  # ddp: all have the same weights; one writes them, atomically: no save_state()
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": progress}
@@ -149,7 +151,7 @@ def resume(args, accelerator, model, optimizer):
     # step: of the whole run; history: rows of metrics.csv; sums, of this process, and seconds: of the current epoch
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
     progress = {"step": 0, "sums": sums, "seconds": 0.0, "history": []}
-    found = [plumbing.read_checkpoint(args) if accelerator.is_main_process else None]
+    found = [plumbing.read_checkpoint(args, model) if accelerator.is_main_process else None]
     broadcast_object_list(found)  # accelerate: rank 0 reads it for all processes
     if checkpoint := plumbing.accept(found[0]):  # ends this process if rank 0 has found an error
         model.load_state_dict(checkpoint["model"])
@@ -174,7 +176,7 @@ def main(args):
     loading = {"batch_size": None, "pin_memory": torch.cuda.is_available()}  # pinned: no step waits for its copy
     # ddp: shuffled shards of equal length, so that all processes take the same number of steps
     sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-    args.steps_per_epoch = plumbing.count_steps(args, len(sampler))
+    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
     # ddp: each test sample exactly once; a DistributedSampler would repeat some to make the shards equally long
     shard = range(rank, len(test_set), args.world_size)
     test_loader = DataLoader(test_set, sampler=BatchSampler(shard, args.batch_size, drop_last=False), **loading)
@@ -190,7 +192,7 @@ def main(args):
     plumbing.fix_summation_order(ddp_model, torch.zeros(1, 1, 28, 28).to(accelerator.device, DTYPES[args.precision]))
 
     # Train.
-    plumbing.print_header(args, f"ConvNet on {args.dataset}", accelerator.device, progress)
+    plumbing.print_header(args, f"{type(model).__name__} on {args.data_name}", accelerator.device, progress)
     for epoch in range(len(progress["history"]), args.epochs):
         sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
         done = progress["step"] - epoch * args.steps_per_epoch  # steps of this epoch, if the run was stopped within it

@@ -32,7 +32,9 @@ import torch.distributed as dist
 from torch.distributed import destroy_process_group as disconnect
 from torch.distributed import get_rank as rank
 
+import checks
 import hangs
+from checks import note_loss  # noqa: F401 (train.py calls it)
 
 CHECKPOINT = "checkpoint.pt"  # in --output-dir
 
@@ -119,6 +121,7 @@ def prepare_process(args):
     """Make this process end when its launcher does, print lines immediately, and set up Gloo."""
     hangs.listen()
     keep_memory()
+    explain_errors()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its launcher
     keep_printing()
     check_environment()
@@ -126,6 +129,17 @@ def prepare_process(args):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works even if the host name cannot be resolved
     # DDP warns about the strides of gradients. It is harmless: where a dimension is 1, both memory layouts are equal.
     warnings.filterwarnings("ignore", "Grad strides")
+
+
+def explain_errors():
+    """Have an exception that says too little, such as one of a label that is no class, end this process with a line."""
+
+    def hook(kind, error, trace):
+        if message := checks.explain(error):
+            fail(message)
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def keep_memory():
@@ -173,13 +187,20 @@ def share_batch(args):
         args.gradient_accumulation_steps = share // args.batch_size
 
 
-def count_steps(args, samples):
-    """Return the number of optimizer steps that an epoch of so many samples of a process has; refuse 0."""
+def count_steps(args, samples, train_set, test_set):
+    """Return the number of optimizer steps that an epoch of so many samples of a process has; refuse 0.
+
+    It also notes what the data are, with which a resumed run is compared.
+    """
     accumulated = getattr(args, "gradient_accumulation_steps", 1)
-    if steps := samples // args.batch_size // accumulated:
-        return steps
-    times = f" times {accumulated} (gradient accumulation)" if accumulated > 1 else ""
-    fail(f"--batch-size {args.batch_size}{times} is above the {samples} samples of each process")
+    steps = samples // args.batch_size // accumulated
+    if not steps:
+        times = f" times {accumulated} (gradient accumulation)" if accumulated > 1 else ""
+        fail(f"--batch-size {args.batch_size}{times} is above the {samples} samples of each process")
+    if not len(test_set):
+        fail(f"{checks.name_of_data(args, train_set)}: there is no sample to test with")
+    args.data_name = checks.look_at_data(args, train_set, test_set, rank() == 0)
+    return steps
 
 
 def fix_summation_order(ddp_model, zeros):
@@ -189,7 +210,10 @@ def fix_summation_order(ddp_model, zeros):
     """
     ddp_model.eval()  # leaves the statistics of BatchNorm layers unchanged
     output = ddp_model(zeros)
-    getattr(output, "logits", output).sum().backward()  # models of transformers return an object
+    output = getattr(output, "logits", output)  # models of transformers return an object
+    if message := checks.wrong_labels(output):
+        fail(message)
+    output.sum().backward()
     ddp_model.zero_grad()
     ddp_model.train()
 
@@ -227,11 +251,12 @@ def resume_settings(args):
         settings["--scale-lr, whose number of processes was"] = getattr(args, "groups", args.world_size)
     if hasattr(args, "zero_stage"):
         settings["one file of DeepSpeed for each process, whose number was"] = args.world_size
-    return settings
+    return settings | {"fingerprint": checks.facts}
 
 
-def read_checkpoint(args):
+def read_checkpoint(args, model):
     """Lock the output folder; return its checkpoint, None without one, or an error message. It changes nothing."""
+    checks.look_at_model(args, model)
     path, settings = args.output_dir / CHECKPOINT, resume_settings(args)
     if error := lock(args.output_dir):
         return error
@@ -242,7 +267,9 @@ def read_checkpoint(args):
     try:
         checkpoint = load_checkpoint(path)
         epochs = len(checkpoint["progress"]["history"])
-        changed = [f"{name} {old}" for name, old in checkpoint["settings"].items() if settings.get(name, old) != old]
+        had = {name: old for name, old in checkpoint["settings"].items() if name != "fingerprint"}
+        changed = [f"{name} {old}" for name, old in had.items() if settings.get(name, old) != old]
+        changed += checks.differences(checkpoint["settings"].get("fingerprint"), path)
     except Exception as error:  # a damaged file can raise almost anything
         return f"{path} is damaged or cannot be read ({error!r}): restore a good copy, or move it away to start over"
     if changed:
@@ -263,6 +290,24 @@ def load_checkpoint(path):
     if not isinstance(checkpoint, dict) or not {"progress", "settings"} <= checkpoint.keys():
         raise ValueError("it has no progress and settings, so it is of another program")
     return checkpoint
+
+
+def check_results(args, model, progress):
+    """Before a checkpoint is written, end the run if what it has computed cannot be right; all processes call this."""
+    reports = gather(checks.own_report(args, model))
+    place = position(args, progress)
+    message, switch = checks.judge(args, progress, place, reports)
+    if place[1] == 0:
+        checks.forget_losses()
+    if not message:
+        return
+    if rank() == 0 and switch and os.environ.get(switch) == "1":
+        print(f"{switch}=1: {message}")
+    elif rank() == 0:
+        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    if not switch or os.environ.get(switch) != "1":
+        gather(None)  # waits for that line: the launcher ends all others when one has ended
+        end(2)
 
 
 def accept(found):
@@ -340,7 +385,9 @@ def print_errors(main):
     def wrapped(*args):
         try:
             main(*args)
-        except Exception:
+        except Exception as error:
+            if message := checks.explain(error):
+                fail(message)
             traceback.print_exc()
             os._exit(1)
 
@@ -406,11 +453,12 @@ def print_header(args, what, device, progress):
     ranks = {host: [number for number, name in enumerate(hosts) if name == host] for host in hosts}
     if rank() > 0:
         return
-    record(args, progress, "starts", {"ranks": ranks, "commit": commit()})
+    record(args, progress, "starts", {"ranks": ranks, "commit": commit()} | checks.for_run_json())
     nodes, threads = len(ranks), torch.get_num_threads()
     backend = getattr(args, "backend", "nccl" if device.type == "cuda" else "gloo")
     where = f"{args.world_size} processes on {nodes} node{'s' * (nodes > 1)}, {backend} on {device.type}"
     print(f"{what}: {where}, {threads} thread{'s' * (threads > 1)} each, global batch {args.global_batch}")
+    print(checks.summary())
     if nodes > 1:
         print("ranks:", "; ".join(f"{host} {', '.join(map(str, numbers))}" for host, numbers in ranks.items()))
     if progress["step"]:

@@ -81,6 +81,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
             logits = ddp_model(images)
         loss = F.cross_entropy(logits.to(images.dtype), labels)
         loss.backward()  # ddp: averages the gradients over all processes
+        plumbing.note_loss(train_loader, loss)  # the first that is not finite: `check_results` then stops the run
         sums[0] += loss.detach() * len(labels)  # on the device: no step waits for it
         sums[1] += len(labels)
         for param_group in optimizer.param_groups:
@@ -119,6 +120,7 @@ def evaluate(args, model, test_loader, device):
 
 def save_checkpoint(args, model, optimizer, progress):
     """Save model, optimizer and `progress`, from which --resume continues; all processes call this."""
+    plumbing.check_results(args, model, progress)  # stops the run if a loss is not finite, and the like
     if dist.get_rank() == 0:  # ddp: all processes have the same weights; one writes them
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": progress}
         plumbing.write_checkpoints(args, state)
@@ -127,7 +129,7 @@ def save_checkpoint(args, model, optimizer, progress):
 def resume(args, model, optimizer):
     """Load model and optimizer from the checkpoint, if there is one; return how far the run is."""
     progress = {"step": 0, "history": []}  # steps of the whole run; one row of metrics.csv for each complete epoch
-    found = [plumbing.read_checkpoint(args) if dist.get_rank() == 0 else None]
+    found = [plumbing.read_checkpoint(args, model) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)  # ddp: rank 0 reads it for all processes
     if checkpoint := plumbing.accept(found[0]):  # ends this process if rank 0 has found an error
         model.load_state_dict(checkpoint["model"])
@@ -150,7 +152,7 @@ def main(local_rank, args, port):
     loading = {"batch_size": None, "pin_memory": device.type == "cuda"}  # pinned: no step waits for its copy to a GPU
     # ddp: shuffled shards of equal length, so that all processes take the same number of steps
     sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-    args.steps_per_epoch = plumbing.count_steps(args, len(sampler))
+    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
     train_loader = DataLoader(train_set, sampler=BatchSampler(sampler, args.batch_size, drop_last=True), **loading)
     # ddp: each test sample exactly once; a DistributedSampler would repeat some to make the shards equally long
     shard = range(rank, len(test_set), args.world_size)
@@ -167,7 +169,7 @@ def main(local_rank, args, port):
     plumbing.fix_summation_order(ddp_model, torch.zeros(1, 1, 28, 28, device=device, dtype=DTYPES[args.precision]))
 
     # Train.
-    plumbing.print_header(args, f"ConvNet on {args.dataset}", device, progress)
+    plumbing.print_header(args, f"{type(model).__name__} on {args.data_name}", device, progress)
     for epoch in range(len(progress["history"]), args.epochs):
         sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
         train_loss, samples, seconds = train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress)

@@ -89,6 +89,7 @@ def train_one_epoch(args, engine, train_loader, device):
         labels = labels.to(device, non_blocking=True)
         loss = F.cross_entropy(engine(images).float(), labels)
         engine.backward(loss)  # deepspeed: averages the gradients over all processes
+        plumbing.note_loss(train_loader, loss)  # the first that is not finite: `check_results` then stops the run
         sums[0] += loss.detach() * len(labels)  # on the device: no step waits for it
         sums[1] += len(labels)
         if not engine.lr_scheduler:  # the config file may have one
@@ -125,6 +126,7 @@ def evaluate(engine, test_loader, device):
 
 def save_checkpoint(args, engine, progress):
     """Save the engine's state and `progress`, from which --resume continues; all processes call this."""
+    plumbing.check_results(args, engine, progress)  # stops the run if a loss is not finite, and the like
     folder = shards.begin(args, progress)
     with shards.write_errors(folder):
         engine.save_checkpoint(folder.parent, folder.name)  # deepspeed: each process writes its shards
@@ -134,7 +136,7 @@ def save_checkpoint(args, engine, progress):
 def resume(args, engine):
     """Load the engine's state from the checkpoint, if there is one; return how far the run is."""
     progress = {"step": 0, "history": []}  # steps of the whole run; one row of metrics.csv for each complete epoch
-    found = [shards.read_checkpoint(args) if dist.get_rank() == 0 else None]
+    found = [shards.read_checkpoint(args, engine.module) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)  # deepspeed: rank 0 says which files belong to the checkpoint
     if checkpoint := plumbing.accept(found[0]):  # ends this process if rank 0 has found an error
         folder = shards.check(args, checkpoint)  # deepspeed: each process checks a part of the files
@@ -191,12 +193,12 @@ def main(args):
 
     # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
     engine = create_engine(args)
-    args.steps_per_epoch = plumbing.count_steps(args, len(sampler))
+    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
     progress = resume(args, engine)
 
     # Train.
     plumbing.print_config(args, learning_rate(args, args.warmup_steps))
-    plumbing.print_header(args, f"ConvNet on {args.dataset}", device, progress)
+    plumbing.print_header(args, f"{type(engine.module).__name__} on {args.data_name}", device, progress)
     for epoch in range(len(progress["history"]), args.epochs):
         sampler.set_epoch(epoch)  # deepspeed: another order in each epoch, the same in all processes
         train_loss, samples, seconds = train_one_epoch(args, engine, train_loader, device)

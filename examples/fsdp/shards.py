@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+import checks
 from plumbing import accept, fail, gather, lock, position, resume_settings, write, write_metrics
 
 CHECKPOINT = "checkpoint/run.json"  # in --output-dir
 
 
-def read_checkpoint(args):
+def read_checkpoint(args, model):
     """Lock the output folder; return its checkpoint, None without one, or an error message. It changes nothing."""
+    checks.look_at_model(args, model)
     path, settings = args.output_dir / CHECKPOINT, resume_settings(args)
     if error := lock(args.output_dir):
         return error
@@ -33,7 +35,9 @@ def read_checkpoint(args):
     try:
         checkpoint = load_checkpoint(path)
         epochs = len(checkpoint["progress"]["history"])
-        changed = [f"{name} {old}" for name, old in checkpoint["settings"].items() if settings.get(name, old) != old]
+        had = {name: old for name, old in checkpoint["settings"].items() if name != "fingerprint"}
+        changed = [f"{name} {old}" for name, old in had.items() if settings.get(name, old) != old]
+        changed += checks.differences(checkpoint["settings"].get("fingerprint"), path)
     except Exception as error:  # a damaged file can raise almost anything
         return f"{path} is damaged or cannot be read ({error!r}): restore a good copy, or move it away to start over"
     if changed:

@@ -109,6 +109,7 @@ def train_one_epoch(args, model, train_loader, optimizer, device, progress):
         logits = model(tokens).to(DTYPES[args.precision])
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         (loss / args.gradient_accumulation_steps).backward()  # fsdp: each process gets the mean gradients of its shard
+        plumbing.note_loss(train_loader, loss)  # the first that is not finite: `check_results` then stops the run
         count = labels.numel() / args.tensor_parallel  # tensor: the processes of a group share what they count
         sums[0] += loss.detach() * count  # on the device: no step waits for it
         sums[1] += count
@@ -154,6 +155,7 @@ def evaluate(args, model, test_loader, device):
 
 def save_checkpoint(args, model, optimizer, progress):
     """Save model, optimizer and `progress`, from which --resume continues; all processes call this."""
+    plumbing.check_results(args, model, progress)  # stops the run if a loss is not finite, and the like
     progress = progress | {"sums": progress["sums"].clone()}
     dist.all_reduce(progress["sums"])  # fsdp: a checkpoint has the sums over all processes
     folder = shards.begin(args, progress)
@@ -167,7 +169,7 @@ def resume(args, model, optimizer, device):
     """Load model and optimizer from the checkpoint, if there is one; return how far the run is."""
     # step: of the whole run; history: rows of metrics.csv; sums, of this process, and seconds: of the current epoch
     progress = {"step": 0, "sums": torch.zeros(2, dtype=torch.float64, device=device), "seconds": 0.0, "history": []}
-    found = [shards.read_checkpoint(args) if dist.get_rank() == 0 else None]
+    found = [shards.read_checkpoint(args, model) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     if checkpoint := plumbing.accept(found[0]):  # ends this process if rank 0 has found an error
         folder = shards.check(args, checkpoint)
@@ -238,7 +240,7 @@ def main(args):
     loading = {"batch_size": None, "pin_memory": device.type == "cuda"}  # pinned: no step waits for its copy to a GPU
     # fsdp: shuffled shards of equal length, so that all processes take the same number of steps
     sampler = DistributedSampler(train_set, args.groups, group_rank, seed=args.seed, drop_last=True)
-    args.steps_per_epoch = plumbing.count_steps(args, len(sampler))
+    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
     # fsdp: each test sample exactly once; a DistributedSampler would repeat some to make the shards equally long
     shard = range(group_rank, len(test_set), args.groups)
     batches = list(BatchSampler(shard, args.batch_size, drop_last=False))
@@ -253,7 +255,7 @@ def main(args):
     progress = resume(args, model, optimizer, device)
 
     # Train.
-    plumbing.print_header(args, f"TinyGPT on {args.text_file or 'a random source'}", device, progress)
+    plumbing.print_header(args, f"{plumbing.model_name(args, model)} on {args.data_name}", device, progress)
     plumbing.print_mesh(args, model, progress)
     for epoch in range(len(progress["history"]), args.epochs):
         sampler.set_epoch(epoch)  # fsdp: another order in each epoch, the same in all processes

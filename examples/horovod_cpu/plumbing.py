@@ -29,7 +29,9 @@ import torch
 from horovod.torch import rank
 from horovod.torch import shutdown as disconnect
 
+import checks
 import hangs
+from checks import note_loss  # noqa: F401 (train.py calls it)
 
 CHECKPOINT = "checkpoint.pt"  # in --output-dir
 
@@ -117,6 +119,7 @@ def prepare_process(args):
     keep_printing()
     hangs.listen()
     check_environment()
+    explain_errors()
     restart_watchdog(args)
     launchers = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")  # each sets one of these
     if not any(name in os.environ for name in launchers):  # one process needs neither MPI nor a network
@@ -127,6 +130,17 @@ def prepare_process(args):
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(args.timeout)
     # Over MPI, rank 0 then names the missing ranks, after two to four times as long.
     os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(min(60, max(1, args.timeout // 8))))
+
+
+def explain_errors():
+    """Have an exception that says too little, such as one of a label that is no class, end this process with a line."""
+
+    def hook(kind, error, trace):
+        if message := checks.explain(error):
+            fail(message)
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def keep_memory():
@@ -174,13 +188,20 @@ def share_batch(args):
         args.gradient_accumulation_steps = share // args.batch_size
 
 
-def count_steps(args, samples):
-    """Return the number of optimizer steps that an epoch of so many samples of a process has; refuse 0."""
+def count_steps(args, samples, train_set, test_set):
+    """Return the number of optimizer steps that an epoch of so many samples of a process has; refuse 0.
+
+    It also notes what the data are, with which a resumed run is compared.
+    """
     accumulated = getattr(args, "gradient_accumulation_steps", 1)
-    if steps := samples // args.batch_size // accumulated:
-        return steps
-    times = f" times {accumulated} (gradient accumulation)" if accumulated > 1 else ""
-    fail(f"--batch-size {args.batch_size}{times} is above the {samples} samples of each process")
+    steps = samples // args.batch_size // accumulated
+    if not steps:
+        times = f" times {accumulated} (gradient accumulation)" if accumulated > 1 else ""
+        fail(f"--batch-size {args.batch_size}{times} is above the {samples} samples of each process")
+    if not len(test_set):
+        fail(f"{checks.name_of_data(args, train_set)}: there is no sample to test with")
+    args.data_name = checks.look_at_data(args, train_set, test_set, rank() == 0)
+    return steps
 
 
 def remove_unfinished(folder):
@@ -216,11 +237,12 @@ def resume_settings(args):
         settings["--scale-lr, whose number of processes was"] = getattr(args, "groups", args.world_size)
     if hasattr(args, "zero_stage"):
         settings["one file of DeepSpeed for each process, whose number was"] = args.world_size
-    return settings
+    return settings | {"fingerprint": checks.facts}
 
 
-def read_checkpoint(args):
+def read_checkpoint(args, model):
     """Lock the output folder; return its checkpoint, None without one, or an error message. It changes nothing."""
+    checks.look_at_model(args, model)
     path, settings = args.output_dir / CHECKPOINT, resume_settings(args)
     if error := lock(args.output_dir):
         return error
@@ -231,7 +253,9 @@ def read_checkpoint(args):
     try:
         checkpoint = load_checkpoint(path)
         epochs = len(checkpoint["progress"]["history"])
-        changed = [f"{name} {old}" for name, old in checkpoint["settings"].items() if settings.get(name, old) != old]
+        had = {name: old for name, old in checkpoint["settings"].items() if name != "fingerprint"}
+        changed = [f"{name} {old}" for name, old in had.items() if settings.get(name, old) != old]
+        changed += checks.differences(checkpoint["settings"].get("fingerprint"), path)
     except Exception as error:  # a damaged file can raise almost anything
         return f"{path} is damaged or cannot be read ({error!r}): restore a good copy, or move it away to start over"
     if changed:
@@ -252,6 +276,24 @@ def load_checkpoint(path):
     if not isinstance(checkpoint, dict) or not {"progress", "settings"} <= checkpoint.keys():
         raise ValueError("it has no progress and settings, so it is of another program")
     return checkpoint
+
+
+def check_results(args, model, progress):
+    """Before a checkpoint is written, end the run if what it has computed cannot be right; all processes call this."""
+    reports = gather(checks.own_report(args, model))
+    place = position(args, progress)
+    message, switch = checks.judge(args, progress, place, reports)
+    if place[1] == 0:
+        checks.forget_losses()
+    if not message:
+        return
+    if rank() == 0 and switch and os.environ.get(switch) == "1":
+        print(f"{switch}=1: {message}")
+    elif rank() == 0:
+        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    if not switch or os.environ.get(switch) != "1":
+        gather(None)  # waits for that line: the launcher ends all others when one has ended
+        end(2)
 
 
 def accept(found):
@@ -367,11 +409,12 @@ def print_header(args, what, device, progress):
     ranks = {host: [number for number, name in enumerate(hosts) if name == host] for host in hosts}
     if rank() > 0:
         return
-    record(args, progress, "starts", {"ranks": ranks, "commit": commit()})
+    record(args, progress, "starts", {"ranks": ranks, "commit": commit()} | checks.for_run_json())
     nodes, threads = len(ranks), torch.get_num_threads()
     backend = getattr(args, "backend", "nccl" if device.type == "cuda" else "gloo")
     where = f"{args.world_size} processes on {nodes} node{'s' * (nodes > 1)}, {backend} on {device.type}"
     print(f"{what}: {where}, {threads} thread{'s' * (threads > 1)} each, global batch {args.global_batch}")
+    print(checks.summary())
     if nodes > 1:
         print("ranks:", "; ".join(f"{host} {', '.join(map(str, numbers))}" for host, numbers in ranks.items()))
     if progress["step"]:

@@ -92,6 +92,7 @@ def train_one_epoch(args, model, train_loader, optimizer, device, progress):
         loss = F.cross_entropy(logits.to(images.dtype), labels)
         # horovod: the last backward pass of a step starts to average the gradients over all processes
         (loss / args.gradient_accumulation_steps).backward()
+        plumbing.note_loss(train_loader, loss)  # the first that is not finite: `check_results` then stops the run
         sums[0] += loss.detach() * len(labels)  # on the device: no step waits for it
         sums[1] += len(labels)
         if not completes_step:
@@ -133,6 +134,7 @@ def evaluate(args, model, test_loader, device):
 
 def save_checkpoint(args, model, optimizer, progress):
     """Save model, optimizer and `progress`, from which --resume continues; all processes call this."""
+    plumbing.check_results(args, model, progress)  # stops the run if a loss is not finite, and the like
     if hvd.rank() == 0:  # horovod: all processes have the same weights; one writes them
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": progress}
         plumbing.write_checkpoints(args, state)
@@ -141,7 +143,7 @@ def save_checkpoint(args, model, optimizer, progress):
 def resume(args, model, optimizer):
     """Load the checkpoint, if there is one, and give all processes the state of rank 0; return how far the run is."""
     progress = {"step": 0, "history": []}  # steps of the whole run; one row of metrics.csv for each complete epoch
-    found = plumbing.read_checkpoint(args) if hvd.rank() == 0 else None
+    found = plumbing.read_checkpoint(args, model) if hvd.rank() == 0 else None
     answer = found["progress"] if isinstance(found, dict) else found  # else None, or an error message
     answer = plumbing.accept(hvd.broadcast_object(answer, name="progress"))  # horovod: rank 0 tells all processes
     if answer:
@@ -167,7 +169,7 @@ def main(args):
         plumbing.fail(error)
     # horovod: shuffled shards of equal length, so that all processes take the same number of steps
     sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-    args.steps_per_epoch = plumbing.count_steps(args, len(sampler))
+    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
     batches = BatchSampler(sampler, args.batch_size, drop_last=True)
     train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
     # horovod: each test sample exactly once; a DistributedSampler would repeat some to make the shards equally long
@@ -182,7 +184,7 @@ def main(args):
     progress = resume(args, model, optimizer)
 
     # Train.
-    plumbing.print_header(args, f"ConvNet on {args.dataset}", device, progress)
+    plumbing.print_header(args, f"{type(model).__name__} on {args.data_name}", device, progress)
     for epoch in range(len(progress["history"]), args.epochs):
         sampler.set_epoch(epoch)  # horovod: another order in each epoch, the same in all processes
         train_loss, samples, seconds = train_one_epoch(args, model, train_loader, optimizer, device, progress)

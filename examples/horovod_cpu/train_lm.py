@@ -69,6 +69,7 @@ def train_one_epoch(args, model, train_loader, optimizer, progress):
         loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
         # horovod: the last backward pass of a step starts to average the gradients over all processes
         (loss / args.gradient_accumulation_steps).backward()
+        plumbing.note_loss(train_loader, loss)  # the first that is not finite: `check_results` then stops the run
         sums[0] += loss.detach() * labels.numel()
         sums[1] += labels.numel()
         if not completes_step:
@@ -119,7 +120,7 @@ def print_epoch(args, progress):
     row = progress["history"][-1]
     losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
     losses += f" (floor {args.entropy:.4f})" if args.entropy else ""
-    losses += f" | perplexity {math.exp(row['test_loss']):.2f} per byte"
+    losses += f" | perplexity {math.exp(min(700, row['test_loss'])):.2f} per byte"
     speed = f"{row['tokens_per_second']:6.0f} tokens/s | {row['seconds']:6.2f} s"
     print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | {speed}")
 
@@ -136,7 +137,7 @@ def main(args):
         plumbing.fail(error)
     # horovod: shuffled shards of equal length, so that all processes take the same number of steps
     sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-    args.steps_per_epoch = plumbing.count_steps(args, len(sampler))
+    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
     batches = BatchSampler(sampler, args.batch_size, drop_last=True)
     train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
     # horovod: each test sample exactly once; a DistributedSampler would repeat some to make the shards equally long

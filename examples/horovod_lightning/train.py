@@ -59,9 +59,9 @@ def parse_args():
 class LitConvNet(L.LightningModule):
     """The model with its losses and its optimizer; trainer.fit calls these methods."""
 
-    def __init__(self, args, sampler, progress):
+    def __init__(self, args, sampler):
         super().__init__()
-        self.args, self.sampler, self.progress = args, sampler, progress
+        self.args, self.sampler = args, sampler
         self.model = ConvNet()
 
     def forward(self, images):
@@ -81,6 +81,7 @@ class LitConvNet(L.LightningModule):
         plumbing.restart_watchdog(self.args)
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
+        plumbing.note_loss(self.trainer.train_dataloader, loss)  # the first that is not finite: see `check_results`
         share = loss.double() / self.trainer.num_training_batches / self.args.world_size  # of the mean, see below
         # lightning: sync_dist sums over all processes at the end of the epoch
         self.log("train_loss", share, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
@@ -111,6 +112,7 @@ class LitConvNet(L.LightningModule):
         row |= {"samples_per_second": samples / self.seconds, "seconds": self.seconds}
         self.progress["history"].append(row | {"world_size": self.args.world_size})
         self.progress["step"] = self.trainer.global_step
+        plumbing.check_results(self.args, self, self.progress)  # stops the run if a loss is not finite, and the like
         self.trainer.save_checkpoint(self.args.output_dir / "checkpoint.pt")  # lightning: all processes must call it
         plumbing.print_epoch(self.args, self.progress)
 
@@ -223,9 +225,9 @@ def setup(args):
     )
 
 
-def resume(args, trainer):
+def resume(args, trainer, model):
     """Have fit find the checkpoint, if there is one; return how far the run is."""
-    found = plumbing.read_checkpoint(args) if trainer.global_rank == 0 else None
+    found = plumbing.read_checkpoint(args, model) if trainer.global_rank == 0 else None
     checkpoint = plumbing.accept(trainer.strategy.broadcast(found))  # horovod: rank 0 reads it for all processes
     trainer.strategy.checkpoint = checkpoint
     # Steps of the whole run; one row of metrics.csv for each complete epoch.
@@ -246,7 +248,7 @@ def main(args):
         plumbing.fail(error)
     # horovod: shuffled shards of equal length, so that all processes take the same number of steps
     sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-    args.steps_per_epoch = plumbing.count_steps(args, len(sampler))
+    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
     batches = BatchSampler(sampler, args.batch_size, drop_last=True)
     train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
     # lightning: only whole steps; in an incomplete one the samples would count less
@@ -257,13 +259,13 @@ def main(args):
 
     # Model; fit creates the optimizer, and loads the state of both if the run is resumed.
     torch.manual_seed(args.seed)
-    progress = resume(args, trainer)
-    model = LitConvNet(args, sampler, progress)
+    model = LitConvNet(args, sampler)
     # lightning: convert to fp64 now, if asked for: fit would first load the checkpoint, and round it to fp32
     model = trainer.precision_plugin.convert_module(model)
+    progress = model.progress = resume(args, trainer, model.model)
 
     # Train.
-    plumbing.print_header(args, f"ConvNet on {args.dataset}", device, progress)
+    plumbing.print_header(args, f"{type(model.model).__name__} on {args.data_name}", device, progress)
     path = args.output_dir / "checkpoint.pt" if progress["history"] else None
     trainer.fit(model, train_loader, test_loader, ckpt_path=path)  # lightning: all epochs that are left
 

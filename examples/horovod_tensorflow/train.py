@@ -75,6 +75,7 @@ def train_one_epoch(args, train_step, train_set, optimizer, progress):
         plumbing.restart_watchdog(args)
         optimizer.learning_rate.assign(learning_rate(args, progress["step"]))
         sums += train_step(*train_set[indices])
+        plumbing.note_loss(shard.reshape(-1, args.batch_size), sums[0])  # see `check_results`
         progress["step"] += 1
     sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes
     loss_sum, samples = sums.numpy().tolist()
@@ -141,7 +142,8 @@ def make_model():
             keras.layers.Flatten(),
             keras.layers.Dense(128, activation="relu"),
             keras.layers.Dense(10),
-        ]
+        ],
+        name="ConvNet",
     )
 
 
@@ -153,6 +155,7 @@ def named_variables(model, optimizer):
 
 def save_checkpoint(args, model, optimizer, progress):
     """Save model, optimizer and `progress`, from which --resume continues; all processes call this."""
+    plumbing.check_results(args, model, progress)  # stops the run if a loss is not finite, and the like
     if hvd.rank() == 0:  # horovod: all processes have the same weights; one writes them
         arrays = {name: variable.numpy() for name, variable in named_variables(model, optimizer).items()}
         plumbing.write_checkpoint(args, arrays | {"progress": progress})
@@ -161,7 +164,7 @@ def save_checkpoint(args, model, optimizer, progress):
 def resume(args, model, optimizer):
     """Load the checkpoint, if there is one, and give all processes the state of rank 0; return how far the run is."""
     progress = {"step": 0, "history": []}  # steps of the whole run; one row of metrics.csv for each complete epoch
-    found = plumbing.read_checkpoint(args) if hvd.rank() == 0 else None
+    found = plumbing.read_checkpoint(args, model) if hvd.rank() == 0 else None
     answer = found["progress"] if isinstance(found, dict) else found  # else None, or an error message
     answer = plumbing.accept(hvd.broadcast_object(answer, name="progress"))  # horovod: rank 0 tells all processes
     variables = named_variables(model, optimizer)
@@ -185,7 +188,7 @@ def main(args):
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
         plumbing.fail(error)
-    args.steps_per_epoch = plumbing.count_steps(args, len(train_set) // args.world_size)
+    args.steps_per_epoch = plumbing.count_steps(args, len(train_set) // args.world_size, train_set, test_set)
     # horovod: each test sample exactly once
     shard = range(rank, len(test_set), args.world_size)
 
@@ -197,7 +200,7 @@ def main(args):
     train_step, test_step = make_steps(model, optimizer)
 
     # Train.
-    plumbing.print_header(args, f"ConvNet on {args.dataset}", progress)
+    plumbing.print_header(args, f"{model.name} on {args.data_name}", progress)
     for epoch in range(len(progress["history"]), args.epochs):
         train_loss, samples, seconds = train_one_epoch(args, train_step, train_set, optimizer, progress)
         test_loss, test_accuracy = evaluate(args, test_step, test_set, shard)

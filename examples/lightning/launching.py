@@ -98,7 +98,9 @@ def print_errors(main):
     def wrapped(*args):
         try:
             main(*args)
-        except Exception:
+        except Exception as error:
+            if message := plumbing.checks.explain(error):
+                plumbing.fail(message)
             # If another process has failed before, watch() ends this one without a traceback; if it is the one that has
             # started this one and has ended, the kernel does so, a moment after it has closed the connection.
             time.sleep(1 if os.environ.get("STARTED_BY") == f"{os.getpid()}" else 0.2)

@@ -62,9 +62,9 @@ def parse_args():
 class LitConvNet(L.LightningModule):
     """The model with its losses and its optimizer; trainer.fit calls these methods."""
 
-    def __init__(self, args, sampler, progress):
+    def __init__(self, args, sampler):
         super().__init__()
-        self.args, self.sampler, self.progress = args, sampler, progress
+        self.args, self.sampler = args, sampler
         self.model = ConvNet()
 
     def forward(self, images):
@@ -86,6 +86,7 @@ class LitConvNet(L.LightningModule):
     def training_step(self, batch, _):
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
+        plumbing.note_loss(self.trainer.train_dataloader, loss)  # the first that is not finite: see `check_results`
         share = loss.double() / self.trainer.num_training_batches / self.args.world_size  # of the mean, see below
         # lightning: sync_dist sums over all processes at the end of the epoch
         self.log("train_loss", share, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
@@ -116,6 +117,7 @@ class LitConvNet(L.LightningModule):
         row |= {"samples_per_second": samples / self.seconds, "seconds": self.seconds}
         self.progress["history"].append(row | {"world_size": self.args.world_size})
         self.progress["step"] = self.trainer.global_step
+        plumbing.check_results(self.args, self, self.progress)  # stops the run if a loss is not finite, and the like
         self.trainer.save_checkpoint(self.args.output_dir / "checkpoint.pt")  # lightning: all processes must call it
         plumbing.print_epoch(self.args, self.progress)
 
@@ -167,9 +169,9 @@ def setup(args):
     return trainer
 
 
-def resume(args, trainer):
+def resume(args, trainer, model):
     """Have fit find the checkpoint, if there is one; return how far the run is."""
-    found = plumbing.read_checkpoint(args) if trainer.global_rank == 0 else None
+    found = plumbing.read_checkpoint(args, model) if trainer.global_rank == 0 else None
     checkpoint = plumbing.accept(trainer.strategy.broadcast(found))  # ddp: rank 0 reads it for all processes
     trainer.strategy.checkpoint_io.found = checkpoint
     # Steps of the whole run; one row of metrics.csv for each complete epoch.
@@ -191,7 +193,7 @@ def main(args):
     loading = {"batch_size": None, "pin_memory": device.type == "cuda"}  # pinned: no step waits for its copy to a GPU
     # ddp: shuffled shards of equal length, so that all processes take the same number of steps
     sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-    args.steps_per_epoch = plumbing.count_steps(args, len(sampler))
+    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
     train_loader = DataLoader(train_set, sampler=BatchSampler(sampler, args.batch_size, drop_last=True), **loading)
     # ddp: each test sample exactly once; a DistributedSampler would repeat some to make the shards equally long
     shard = range(rank, len(test_set), args.world_size)
@@ -199,13 +201,13 @@ def main(args):
 
     # Model; fit creates the optimizer, and loads the state of both if the run is resumed.
     torch.manual_seed(args.seed)
-    progress = resume(args, trainer)
-    model = LitConvNet(args, sampler, progress)
+    model = LitConvNet(args, sampler)
     # lightning: convert to fp64 now, if asked for: fit would first load the checkpoint, and round it to fp32
     model = trainer.precision_plugin.convert_module(model)
+    progress = model.progress = resume(args, trainer, model.model)
 
     # Train.
-    plumbing.print_header(args, f"ConvNet on {args.dataset}", device, progress)
+    plumbing.print_header(args, f"{type(model.model).__name__} on {args.data_name}", device, progress)
     found = args.output_dir / "checkpoint.pt" if progress["history"] else None
     trainer.fit(model, train_loader, test_loader, ckpt_path=found)  # lightning: all epochs that are left
 

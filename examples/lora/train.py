@@ -107,6 +107,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
         loss = F.cross_entropy(logits.flatten(0, 1).to(DTYPES[args.precision]), targets.flatten())
         # ddp: averages the gradients over all processes. lora: only the adapters have some
         (loss / args.gradient_accumulation_steps).backward()
+        plumbing.note_loss(train_loader, loss)  # the first that is not finite: `check_results` then stops the run
         sums[0] += loss.detach() * len(targets)  # on the device: no step waits for it
         sums[1] += len(targets)
         voting.wait()  # now `vote` is 0 to go on, 1 to save after this step, 2 to stop then
@@ -149,7 +150,7 @@ def evaluate(args, model, test_loader, device):
         sums[1] += targets.numel()
     dist.all_reduce(sums)  # ddp: sum over all processes; the mean of their perplexities would be another number
     loss_sum, count = sums.tolist()
-    return {"test_loss": loss_sum / count, "perplexity": math.exp(loss_sum / count)}
+    return {"test_loss": loss_sum / count, "perplexity": math.exp(min(700, loss_sum / count))}
 
 
 def load_data(args):
@@ -190,6 +191,7 @@ def trained_weights(model):
 
 def save_checkpoint(args, model, optimizer, progress):
     """Save adapters, optimizer and `progress`, from which --resume continues; all processes call this."""
+    plumbing.check_results(args, model, progress)  # stops the run if a loss is not finite, and the like
     progress = progress | {"sums": progress["sums"].clone()}
     dist.all_reduce(progress["sums"])  # ddp: a checkpoint has the sums over all processes
     if dist.get_rank() == 0:  # ddp: all processes have the same weights; one writes them
@@ -202,7 +204,7 @@ def resume(args, model, optimizer, device):
     """Load adapters and optimizer from the checkpoint, if there is one; return how far the run is."""
     # step: of the whole run; history: rows of metrics.csv; sums, of this process, and seconds: of the current epoch
     progress = {"step": 0, "sums": torch.zeros(2, dtype=torch.float64, device=device), "seconds": 0.0, "history": []}
-    found = [plumbing.read_checkpoint(args) if dist.get_rank() == 0 else None]
+    found = [plumbing.read_checkpoint(args, model) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)  # ddp: rank 0 reads it for all processes
     if checkpoint := plumbing.accept(found[0]):  # ends this process if rank 0 has found an error
         model.load_state_dict(checkpoint["model"], strict=False)  # lora: it has the weights of the adapters only
@@ -235,7 +237,7 @@ def main(args):
     loading = {"batch_size": None, "pin_memory": device.type == "cuda"}  # pinned: no step waits for its copy to a GPU
     # ddp: shuffled shards of equal length, so that all processes take the same number of steps
     sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-    args.steps_per_epoch = plumbing.count_steps(args, len(sampler))
+    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
     # ddp: each test sample exactly once; a DistributedSampler would repeat some to make the shards equally long
     shard = range(rank, len(test_set), args.world_size)
     test_loader = DataLoader(test_set, sampler=BatchSampler(shard, args.batch_size, drop_last=False), **loading)

@@ -28,6 +28,7 @@ def make_profiler(args, progress):
 
 def mark_steps(args, train_loader, profiler):
     """Yield the batches of the loader, and tell the profiler, if there is one, where an optimizer step ends."""
+    plumbing.checks.losses["loader"] = train_loader  # whose samples a loss that is not finite is traced back to
     for number, batch in enumerate(train_loader, 1):
         yield batch
         if profiler and number % args.gradient_accumulation_steps == 0:

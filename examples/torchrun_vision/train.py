@@ -112,6 +112,7 @@ def train_one_epoch(args, ddp_model, train_loader, parts, device, progress):
             logits = ddp_model(image_files.normalise(images, DTYPES[args.precision]))
         loss = F.cross_entropy(logits.to(DTYPES[args.precision]), labels)
         scaler.scale(loss / args.gradient_accumulation_steps).backward()  # ddp: averages the gradients of all processes
+        plumbing.note_loss(train_loader, loss)  # the first that is not finite: `check_results` then stops the run
         sums[0] += loss.detach() * len(labels)  # on the device: no step waits for it
         sums[1] += len(labels)
         voting.wait()  # now `vote` is 0 to go on, 1 to save after this step, 2 to stop then
@@ -171,6 +172,8 @@ def evaluate(args, model, test_loader, device):
 
 def save_checkpoint(args, parts, progress):
     """Save the parts and `progress`, from which --resume continues; all processes call this."""
+    plumbing.check_results(args, parts["model"], progress)  # stops the run if a loss is not finite, and the like
+    plumbing.write_best(args, parts["model"], progress)  # best.pt, at the end of the best epoch so far
     progress = progress | {"sums": progress["sums"].clone()}
     dist.all_reduce(progress["sums"])  # ddp: a checkpoint has the sums over all processes
     if dist.get_rank() == 0:  # ddp: all processes have the same weights; one writes them
@@ -182,7 +185,7 @@ def resume(args, parts, device):
     """Load the parts from the checkpoint, or the model from --weights; return how far the run is."""
     # step: of the whole run; history: rows of metrics.csv; sums, of this process, and seconds: of the current epoch
     progress = {"step": 0, "sums": torch.zeros(2, dtype=torch.float64, device=device), "seconds": 0.0, "history": []}
-    found = [plumbing.read_checkpoint(args) if dist.get_rank() == 0 else None]
+    found = [plumbing.read_checkpoint(args, parts["model"]) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)  # ddp: rank 0 reads it for all processes
     if checkpoint := plumbing.accept(found[0]):  # ends this process if rank 0 has found an error
         for name, part in parts.items():
@@ -234,7 +237,7 @@ def main(args):
     args.data = f"{len(train_set)} images of {len(classes)} classes"  # a checkpoint is for these
     # ddp: shuffled shards of equal length, so that all processes take the same number of steps
     sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-    args.steps_per_epoch = plumbing.count_steps(args, len(sampler))
+    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
     args.warmup_steps = args.steps_per_epoch if args.warmup_steps is None else args.warmup_steps
     train_loader, test_loader = make_loaders(args, train_set, test_set, device, rank)
 
@@ -248,7 +251,7 @@ def main(args):
     plumbing.fix_summation_order(ddp_model, zeros)  # so that a resumed run has the same bits; the shape is the input's
 
     # Train.
-    plumbing.print_header(args, f"{args.model} on {args.data_dir}", device, progress)
+    plumbing.print_header(args, f"{plumbing.model_name(args, model)} on {args.data_dir}", device, progress)
     plumbing.print_data(args)
     log, profiler = logs.open_log(args, progress["history"]), step_profile.make_profiler(args, progress)
     for epoch in range(len(progress["history"]), args.epochs):
@@ -261,8 +264,6 @@ def main(args):
         train_loss, samples, seconds = train_one_epoch(args, ddp_model, profiled, parts, device, progress)
         row = {"epoch": epoch + 1, "train_loss": train_loss, **evaluate(args, model, test_loader, device)}
         row |= {"samples_per_second": samples / seconds, "seconds": seconds, "world_size": args.world_size}
-        if row["test_accuracy"] > max((earlier["test_accuracy"] for earlier in progress["history"]), default=-1):
-            plumbing.write_weights(args.output_dir / "best.pt", model)  # ddp: rank 0 does
         progress["history"].append(row)
         progress |= {"sums": torch.zeros_like(progress["sums"]), "seconds": 0.0}
         save_checkpoint(args, parts, progress)

@@ -23,7 +23,8 @@ from harness.processes import clean_environment
 
 # The most lines of each file; of train.py, see `lines` in the table of the examples.
 LINES = {"README.md": 110, "run.slurm": 50}
-PLUMBING = ("plumbing.py", "plumbing.sh", "requeue.sh", "hangs.py")  # which are not bounded until they are one folder
+# These are not bounded until they are one folder.
+PLUMBING = ("plumbing.py", "plumbing.sh", "requeue.sh", "hangs.py", "checks.py")
 TRAINING_BY = 100  # the line before which the function that trains begins
 LONGEST, PARAMETERS = 50, 6  # lines and parameters of a function
 
@@ -240,7 +241,7 @@ def test_sync_of_files(repository: Path, name: str) -> None:
     source.write_text(f"{source.read_text()}\n# changed\n")
     assert f"examples/horovod_lightning/{name}" in copies.differences(repository)
     own = "# own: " in (repository / "examples" / "horovod_tensorflow" / name).read_text()
-    assert own == (name not in ("hangs.py", "requeue.sh"))  # it has another framework, but hangs in the same way
+    assert own == (name not in ("checks.py", "hangs.py", "requeue.sh"))  # of another framework, but in the same way
     assert any("horovod_tensorflow" in wrong for wrong in copies.differences(repository)) != own
     copies.fix(repository)
     assert path.read_text() == source.read_text() != before and copies.differences(repository) == []
