@@ -49,7 +49,7 @@ class Launcher:
     epoch_start: str = "    start = time.perf_counter()\n"  # the line of train.py where an epoch begins
     torchvision: bool = False  # whether its framework imports it, asked for or not
     global_batch: int = 128  # with two processes
-    lines: int = 222  # that train.py has at most
+    lines: int = 223  # that train.py has at most
     alone: str = "train.main(train.parse_args())"  # what one process calls to train without a launcher
     prepare: str = ""  # the README's command that makes the data, if they are not in the folder
     model: str = "model.pt"  # the trained model, in the output folder
@@ -118,7 +118,7 @@ LAUNCHERS = {
         "torchrun --standalone --nproc-per-node={n} train.py",
         status_after_bad_input=1,
         processes_in_job=4,
-        lines=282,
+        lines=286,
         first_line="TinyGPT on a random source",
         learns=("test_loss", "<=", 2.2235 + 0.1),  # the source's entropy, and what may be missing
         train_loss=(2.6, 2.3),
@@ -143,7 +143,7 @@ LAUNCHERS = {
         "horovodrun --gloo -np {n} python train.py",
         status_after_bad_input=1,
         processes_in_job=4,
-        lines=282,
+        lines=286,
         epoch_start="        self.start = time.perf_counter()\n",
         rank="__import__('horovod.torch').torch.rank()",
         kill_message=r"Process name: \d\nExit code: 137",
@@ -174,7 +174,7 @@ LAUNCHERS = {
         "torchrun --standalone --nproc-per-node={n} train.py",
         status_after_bad_input=1,
         processes_in_job=4,
-        lines=282,
+        lines=286,
         first_line="LlamaForCausalLM in model on text.txt",
         learns=("test_loss", "<=", 4.35),
         train_loss=(5, 4.4),
@@ -203,7 +203,7 @@ LAUNCHERS = {
         status_after_bad_input=1,
         processes_in_job=4,
         fp16=True,
-        lines=282,
+        lines=286,
         first_line="resnet18 on images",
         learns=("test_accuracy", ">=", 0.7),
         train_loss=(1.3, 1),

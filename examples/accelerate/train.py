@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list
+from accelerate.utils import GradientAccumulationPlugin
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -111,6 +111,7 @@ def train_one_epoch(args, accelerator, ddp_model, train_loader, optimizer, progr
             save_checkpoint(args, accelerator, accelerator.unwrap_model(ddp_model), optimizer, progress)
         if vote == 2:
             plumbing.stop(args, progress)  # stop: ends this process, without an error; `run` requeues
+    progress["seconds"] = time.perf_counter() - start
     loss_sum, samples = accelerator.reduce(sums).tolist()  # accelerate: sum over all processes
     return loss_sum / samples, samples, time.perf_counter() - start
 
@@ -151,9 +152,9 @@ def resume(args, accelerator, model, optimizer):
     # step: of the whole run; history: rows of metrics.csv; sums, of this process, and seconds: of the current epoch
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
     progress = {"step": 0, "sums": sums, "seconds": 0.0, "history": []}
-    found = [plumbing.read_checkpoint(args, model) if accelerator.is_main_process else None]
-    broadcast_object_list(found)  # accelerate: rank 0 reads it for all processes
-    if checkpoint := plumbing.accept(found[0]):  # ends this process if rank 0 has found an error
+    found = plumbing.read_checkpoint(args, model) if accelerator.is_main_process else None
+    # ddp: rank 0 decides, and each process reads the file; ends this process if rank 0 has found an error
+    if checkpoint := plumbing.share_checkpoint(args, found):
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         progress = checkpoint["progress"]
@@ -200,7 +201,9 @@ def main(args):
         batches = list(BatchSampler(sampler, args.batch_size, drop_last=True))[first:last]
         train_loader = DataLoader(train_set, sampler=batches, **loading)
         train_loss, samples, seconds = train_one_epoch(args, accelerator, ddp_model, train_loader, optimizer, progress)
-        test_loss, test_accuracy = evaluate(args, accelerator, model, test_loader)  # not DDP: shards may differ
+        # stop: an evaluation may be long: it ends after the same batch in all processes, which save what was trained
+        batches = plumbing.until_stopped(args, progress, test_loader, save_checkpoint, accelerator, model, optimizer)
+        test_loss, test_accuracy = evaluate(args, accelerator, model, batches)  # not DDP: shards may differ
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss, "test_accuracy": test_accuracy}
         row |= {"samples_per_second": samples / seconds, "seconds": seconds, "world_size": args.world_size}
         progress["history"].append(row)

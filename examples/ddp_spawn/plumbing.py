@@ -25,6 +25,7 @@ import time
 import traceback
 import warnings
 import zipfile
+import zlib
 from pathlib import Path
 
 import torch
@@ -315,6 +316,32 @@ def accept(found):
     if isinstance(found, str):
         fail(found)
     return found
+
+
+def share_checkpoint(args, found):
+    """Return, in each process, the checkpoint that rank 0 has found; end this process if that is an error message.
+
+    Each process reads it by itself. Sent by rank 0, one of many GB would take minutes and, in each process, three times
+    its size of memory. Only where it lies on rank 0's own disk there is no other way.
+    """
+    path = args.output_dir / CHECKPOINT
+    answer = [{"content": content_of(path)} if isinstance(found, dict) else found]
+    dist.broadcast_object_list(answer)
+    if not accept(answer[0]):
+        return None
+    for _ in range(20):  # a network file system may show it to some nodes a little later
+        if all(gather(content_of(path) == answer[0]["content"])):
+            return found or load_checkpoint(path)
+        time.sleep(1)
+    shared = [found]
+    dist.broadcast_object_list(shared)
+    return shared[0]
+
+
+def content_of(path):
+    """Return what tells a checkpoint's file from another, without reading it all, or None if it cannot be read."""
+    with contextlib.suppress(OSError, zipfile.BadZipFile):
+        return zlib.crc32(repr([(part.filename, part.CRC) for part in zipfile.ZipFile(path).infolist()]).encode())
 
 
 def write(path, save):

@@ -129,9 +129,9 @@ def save_checkpoint(args, model, optimizer, progress):
 def resume(args, model, optimizer):
     """Load model and optimizer from the checkpoint, if there is one; return how far the run is."""
     progress = {"step": 0, "history": []}  # steps of the whole run; one row of metrics.csv for each complete epoch
-    found = [plumbing.read_checkpoint(args, model) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)  # ddp: rank 0 reads it for all processes
-    if checkpoint := plumbing.accept(found[0]):  # ends this process if rank 0 has found an error
+    found = plumbing.read_checkpoint(args, model) if dist.get_rank() == 0 else None
+    # ddp: rank 0 decides, and each process reads the file; ends this process if rank 0 has found an error
+    if checkpoint := plumbing.share_checkpoint(args, found):
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         progress = checkpoint["progress"]

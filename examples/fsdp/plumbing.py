@@ -344,6 +344,23 @@ def stop(args, progress):
     finish(args, progress, f"stopped by a signal after step {step} of epoch {epochs + 1}: use --resume")
 
 
+def until_stopped(args, progress, test_loader, save, *parts):
+    """Yield the batches of an evaluation; if the job is asked to stop meanwhile, save and end, as all processes do.
+
+    Each process looks before as many batches as all of them have: some may have one more. `save` is save_checkpoint,
+    and `parts` is what it gets between args and progress.
+    """
+    common = len(test_loader.dataset) // getattr(args, "groups", args.world_size) // args.batch_size
+    for number, batch in enumerate(test_loader):
+        if number < common:
+            vote = torch.tensor([int(stop_requested())])
+            dist.all_reduce(vote, dist.ReduceOp.MAX)
+            if vote:
+                save(args, *parts, progress)
+                stop(args, progress)
+        yield batch
+
+
 def finish(args, progress, message):
     """Wait for all processes, print the message and the memory that was used, disconnect, and end this process."""
     began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")

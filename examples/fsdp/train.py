@@ -128,8 +128,10 @@ def train_one_epoch(args, model, train_loader, optimizer, device, progress):
             save_checkpoint(args, model, optimizer, progress)
         if vote == 2:
             plumbing.stop(args, progress)  # stop: ends this process, without an error; `run` requeues
-    dist.all_reduce(sums)  # fsdp: sum over all processes
-    loss_sum, tokens = sums.tolist()
+    progress["seconds"] = time.perf_counter() - start
+    totals = sums.clone()
+    dist.all_reduce(totals)  # fsdp: sum over all processes
+    loss_sum, tokens = totals.tolist()
     return loss_sum / tokens, tokens, time.perf_counter() - start
 
 
@@ -264,7 +266,9 @@ def main(args):
         batches = list(BatchSampler(sampler, args.batch_size, drop_last=True))[first:last]
         train_loader = DataLoader(train_set, sampler=batches, **loading)
         train_loss, tokens, seconds = train_one_epoch(args, model, train_loader, optimizer, device, progress)
-        row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": evaluate(args, model, test_loader, device)}
+        # stop: an evaluation may be long: it ends after the same batch in all processes, which save what was trained
+        batches = plumbing.until_stopped(args, progress, test_loader, save_checkpoint, model, optimizer)
+        row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": evaluate(args, model, batches, device)}
         row |= {"tokens_per_second": tokens / seconds, "samples_per_second": tokens / args.context / seconds}
         progress["history"].append(row | {"seconds": seconds, "world_size": args.world_size})
         progress |= {"sums": torch.zeros_like(progress["sums"]), "seconds": 0.0}

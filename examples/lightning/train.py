@@ -172,7 +172,7 @@ def setup(args):
 def resume(args, trainer, model):
     """Have fit find the checkpoint, if there is one; return how far the run is."""
     found = plumbing.read_checkpoint(args, model) if trainer.global_rank == 0 else None
-    checkpoint = plumbing.accept(trainer.strategy.broadcast(found))  # ddp: rank 0 reads it for all processes
+    checkpoint = plumbing.share_checkpoint(args, found)  # ddp: rank 0 decides, and each process reads the file
     trainer.strategy.checkpoint_io.found = checkpoint
     # Steps of the whole run; one row of metrics.csv for each complete epoch.
     return checkpoint["progress"] if checkpoint else {"step": 0, "history": []}

@@ -125,8 +125,10 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
             save_checkpoint(args, ddp_model.module, optimizer, progress)
         if vote == 2:
             plumbing.stop(args, progress)  # stop: ends this process, without an error; `run` requeues
-    dist.all_reduce(sums)  # ddp: sum over all processes
-    loss_sum, samples = sums.tolist()
+    progress["seconds"] = time.perf_counter() - start
+    totals = sums.clone()
+    dist.all_reduce(totals)  # ddp: sum over all processes
+    loss_sum, samples = totals.tolist()
     return loss_sum / samples, samples, time.perf_counter() - start
 
 
@@ -204,9 +206,9 @@ def resume(args, model, optimizer, device):
     """Load adapters and optimizer from the checkpoint, if there is one; return how far the run is."""
     # step: of the whole run; history: rows of metrics.csv; sums, of this process, and seconds: of the current epoch
     progress = {"step": 0, "sums": torch.zeros(2, dtype=torch.float64, device=device), "seconds": 0.0, "history": []}
-    found = [plumbing.read_checkpoint(args, model) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)  # ddp: rank 0 reads it for all processes
-    if checkpoint := plumbing.accept(found[0]):  # ends this process if rank 0 has found an error
+    found = plumbing.read_checkpoint(args, model) if dist.get_rank() == 0 else None
+    # ddp: rank 0 decides, and each process reads the file; ends this process if rank 0 has found an error
+    if checkpoint := plumbing.share_checkpoint(args, found):
         model.load_state_dict(checkpoint["model"], strict=False)  # lora: it has the weights of the adapters only
         optimizer.load_state_dict(checkpoint["optimizer"])
         progress = checkpoint["progress"]
@@ -263,7 +265,9 @@ def main(args):
         batches = list(BatchSampler(sampler, args.batch_size, drop_last=True))[first:last]
         train_loader = DataLoader(train_set, sampler=batches, **loading)
         train_loss, samples, seconds = train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress)
-        row = {"epoch": epoch + 1, "train_loss": train_loss, **evaluate(args, model, test_loader, device)}
+        # stop: an evaluation may be long: it ends after the same batch in all processes, which save what was trained
+        batches = plumbing.until_stopped(args, progress, test_loader, save_checkpoint, model, optimizer)
+        row = {"epoch": epoch + 1, "train_loss": train_loss, **evaluate(args, model, batches, device)}
         row |= {"tokens_per_second": samples * args.context / seconds, "samples_per_second": samples / seconds}
         progress["history"].append(row | {"seconds": seconds, "world_size": args.world_size})
         progress |= {"sums": torch.zeros_like(progress["sums"]), "seconds": 0.0}

@@ -24,6 +24,7 @@ import sys
 import time
 import warnings
 import zipfile
+import zlib
 from argparse import ArgumentTypeError
 from datetime import timedelta
 from pathlib import Path
@@ -318,6 +319,32 @@ def accept(found):
     return found
 
 
+def share_checkpoint(args, found):
+    """Return, in each process, the checkpoint that rank 0 has found; end this process if that is an error message.
+
+    Each process reads it by itself. Sent by rank 0, one of many GB would take minutes and, in each process, three times
+    its size of memory. Only where it lies on rank 0's own disk there is no other way.
+    """
+    path = args.output_dir / CHECKPOINT
+    answer = [{"content": content_of(path)} if isinstance(found, dict) else found]
+    dist.broadcast_object_list(answer)
+    if not accept(answer[0]):
+        return None
+    for _ in range(20):  # a network file system may show it to some nodes a little later
+        if all(gather(content_of(path) == answer[0]["content"])):
+            return found or load_checkpoint(path)
+        time.sleep(1)
+    shared = [found]
+    dist.broadcast_object_list(shared)
+    return shared[0]
+
+
+def content_of(path):
+    """Return what tells a checkpoint's file from another, without reading it all, or None if it cannot be read."""
+    with contextlib.suppress(OSError, zipfile.BadZipFile):
+        return zlib.crc32(repr([(part.filename, part.CRC) for part in zipfile.ZipFile(path).infolist()]).encode())
+
+
 def write(path, save):
     """Write a file atomically: save(file) writes a temporary file, which is then renamed to `path`."""
     temporary = path.with_name(f"tmp.{os.getpid()}.{path.name}")
@@ -408,6 +435,23 @@ def stop(args, progress):
         (args.output_dir / "stopped").touch()
     epochs, step = position(args, progress)
     finish(args, progress, f"stopped by a signal after step {step} of epoch {epochs + 1}: use --resume")
+
+
+def until_stopped(args, progress, test_loader, save, *parts):
+    """Yield the batches of an evaluation; if the job is asked to stop meanwhile, save and end, as all processes do.
+
+    Each process looks before as many batches as all of them have: some may have one more. `save` is save_checkpoint,
+    and `parts` is what it gets between args and progress.
+    """
+    common = len(test_loader.dataset) // getattr(args, "groups", args.world_size) // args.batch_size
+    for number, batch in enumerate(test_loader):
+        if number < common:
+            vote = torch.tensor([int(stop_requested())])
+            dist.all_reduce(vote, dist.ReduceOp.MAX)
+            if vote:
+                save(args, *parts, progress)
+                stop(args, progress)
+        yield batch
 
 
 def finish(args, progress, message):

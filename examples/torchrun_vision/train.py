@@ -133,8 +133,10 @@ def train_one_epoch(args, ddp_model, train_loader, parts, device, progress):
             save_checkpoint(args, parts, progress)
         if vote == 2:
             plumbing.stop(args, progress)  # stop: ends this process, without an error; `run` requeues
-    dist.all_reduce(sums)  # ddp: sum over all processes
-    loss_sum, samples = sums.tolist()
+    progress["seconds"] = time.perf_counter() - start
+    totals = sums.clone()
+    dist.all_reduce(totals)  # ddp: sum over all processes
+    loss_sum, samples = totals.tolist()
     return loss_sum / samples, samples, time.perf_counter() - start
 
 
@@ -185,9 +187,9 @@ def resume(args, parts, device):
     """Load the parts from the checkpoint, or the model from --weights; return how far the run is."""
     # step: of the whole run; history: rows of metrics.csv; sums, of this process, and seconds: of the current epoch
     progress = {"step": 0, "sums": torch.zeros(2, dtype=torch.float64, device=device), "seconds": 0.0, "history": []}
-    found = [plumbing.read_checkpoint(args, parts["model"]) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)  # ddp: rank 0 reads it for all processes
-    if checkpoint := plumbing.accept(found[0]):  # ends this process if rank 0 has found an error
+    found = plumbing.read_checkpoint(args, parts["model"]) if dist.get_rank() == 0 else None
+    # ddp: rank 0 decides, and each process reads the file; ends this process if rank 0 has found an error
+    if checkpoint := plumbing.share_checkpoint(args, found):
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         progress = checkpoint["progress"]
@@ -262,7 +264,9 @@ def main(args):
         train_loader.batch_sampler[:] = list(BatchSampler(seeded, args.batch_size, drop_last=True))[first:last]
         profiled = step_profile.mark_steps(args, train_loader, profiler)
         train_loss, samples, seconds = train_one_epoch(args, ddp_model, profiled, parts, device, progress)
-        row = {"epoch": epoch + 1, "train_loss": train_loss, **evaluate(args, model, test_loader, device)}
+        # stop: an evaluation may be long: it ends after the same batch in all processes, which save what was trained
+        batches = plumbing.until_stopped(args, progress, test_loader, save_checkpoint, parts)
+        row = {"epoch": epoch + 1, "train_loss": train_loss, **evaluate(args, model, batches, device)}
         row |= {"samples_per_second": samples / seconds, "seconds": seconds, "world_size": args.world_size}
         progress["history"].append(row)
         progress |= {"sums": torch.zeros_like(progress["sums"]), "seconds": 0.0}
