@@ -115,7 +115,7 @@ class Lock(JournalFileSymlinkLock):
         data = self.journal.read_bytes() if ends_in_half_line(self.journal) else b""
         if data:
             whole, _, half = data.rpartition(b"\n")
-            if operation(half):  # only its end is missing
+            if operation(half) or not b'{"op_code":'.startswith(half[:11]):  # only its end is missing; or it is none
                 with open(self.journal, "ab") as file:
                     file.write(b"\n")
             else:
@@ -160,6 +160,8 @@ def mend(journal: Path) -> None:
     data = journal.read_bytes()
     if all(map(operation, lines_of(data))):
         return
+    what = "the beginning of a trial, or of all, was in a damaged line"
+    lost = f"{journal} cannot be read ({what}): restore a copy, or name another --folder"
     lines, left_out, trials = [], [], 0
     for line in lines_of(data):
         parts = [line]
@@ -175,9 +177,10 @@ def mend(journal: Path) -> None:
                 found = {"op_code": CREATE, "worker_id": "", "study_id": 0, "datetime_start": now}
             trials += found["op_code"] == CREATE
             lines.append(json.dumps(found, separators=(",", ":")).encode())
-            if found.get("trial_id", -1) >= trials or (len(lines) == 1 and found["op_code"] != 0):
-                what = "the beginning of a trial, or of all, was in a damaged line"
-                raise SweepError(f"{journal} cannot be read ({what}): restore a copy, or name another --folder")
+            if found.get("trial_id", -1) >= trials or operation(lines[0])["op_code"] != 0:
+                raise SweepError(lost)
+    if not lines:
+        raise SweepError(lost)
     names = (journal.with_name(f"{journal.name}.damaged{number}") for number in range(1, 10**6))
     kept = next(name for name in names if not name.exists())
     kept.write_bytes(data)

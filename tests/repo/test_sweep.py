@@ -1,6 +1,7 @@
 """sweep/sweep.py with a program that trains nothing: who takes which trial, pruning, dead tasks, and bad input."""
 
 import csv
+import json
 import os
 import shutil
 import signal
@@ -8,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from harness import outputs
 from harness.launchers import ROOT
 from harness.processes import wait_until
 
@@ -148,3 +151,126 @@ def test_other_settings(tmp_path: Path, start: Callable[..., subprocess.Popen]) 
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     refused = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert refused.returncode == 2 and "needs an allocation: sbatch sweep.slurm" in refused.stderr
+
+
+SETTINGS = {"space": {"lr": ["log", 1e-4, 1e-1]}, "metric": "test_loss", "maximize": False, "arguments": []}
+
+
+@pytest.fixture(scope="module")
+def sweep() -> ModuleType:
+    """The module of sweep.py."""
+    return outputs.import_file(SWEEP)
+
+
+@pytest.fixture
+def journal(sweep: ModuleType, tmp_path: Path) -> Path:
+    """The journal of three trials, each with one setting and its result: lines 3 to 5, 6 to 8, and 9 to 11."""
+    study, _ = sweep.open_study(tmp_path, SETTINGS)
+    for number in range(3):
+        trial = study.ask()
+        trial.suggest_float("lr", 1e-4, 1e-1, log=True)
+        study.tell(trial.number, 1 / (number + 1))
+    assert len((tmp_path / "journal.log").read_bytes().splitlines()) == 11
+    return tmp_path / "journal.log"
+
+
+def swap(number: int, text: bytes | None) -> Callable[[list[bytes]], list[bytes]]:
+    """Return a function that puts another text in the place of a line, counted from 1; with None its first 40 bytes."""
+
+    def swapped(lines: list[bytes]) -> list[bytes]:
+        other = lines[number - 1][:40] + b"\n" if text is None else text
+        return [*lines[: number - 1], other, *lines[number:]]
+
+    return swapped
+
+
+# What becomes of the journal's lines; how many trials are known then, which of them have a result; and whether the
+# journal as it was is kept beside it, which a mere half line at the end is not worth.
+BOTH, ALL = {0: 1.0, 1: 0.5}, {0: 1.0, 1: 0.5, 2: 1 / 3}
+DAMAGED: dict[str, tuple[Callable[[list[bytes]], list[bytes]], int, dict[int, float], bool]] = {
+    "the last line was cut": (lambda lines: [*lines[:-1], lines[-1][:-25]], 3, BOTH, False),
+    "in its first byte": (lambda lines: [*lines[:-1], lines[-1][:1]], 3, BOTH, False),
+    "only its end is missing": (lambda lines: [*lines[:-1], lines[-1][:-1]], 3, ALL, False),
+    "the beginning of a trial was cut": (lambda lines: [*lines[:8], lines[8][:50]], 2, BOTH, False),
+    "not UTF-8": (swap(11, b"\xff\xfe{\n"), 3, BOTH, True),
+    "cut in the middle": (swap(8, None), 3, {0: 1.0, 2: 1 / 3}, True),
+    "zeros in the middle": (swap(8, bytes(100) + b"\n"), 3, {0: 1.0, 2: 1 / 3}, True),
+    "an empty line": (swap(8, b"\n"), 3, {0: 1.0, 2: 1 / 3}, True),
+    "a number": (swap(8, b"7\n"), 3, {0: 1.0, 2: 1 / 3}, True),
+    "an operation that there is not": (swap(8, b'{"op_code":99}\n'), 3, {0: 1.0, 2: 1 / 3}, True),
+    "appended to a half line": (lambda ls: [*ls[:7], ls[7][:-25] + ls[8], *ls[9:]], 3, {0: 1.0, 2: 1 / 3}, True),
+    "the beginning of a trial": (swap(6, None), 3, ALL, True),
+    "its setting, in the middle": (swap(7, None), 3, ALL, True),
+    "what is searched": (swap(2, None), 3, ALL, True),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_journal(sweep: ModuleType, journal: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    """All whole lines count, each result stays with its trial, one line says what was left out, and the sweep goes on.
+
+    A trial whose beginning was lost is one that has not begun: else all later ones would have the results of others.
+    """
+    change, count, values, kept = DAMAGED[case]
+    before = change(journal.read_bytes().splitlines(keepends=True))
+    journal.write_bytes(b"".join(before))
+    study, _ = sweep.open_study(journal.parent, SETTINGS)
+    trials = study.get_trials()
+    assert len(trials) == count and {one.number: one.value for one in trials if one.value is not None} == values
+    said = capsys.readouterr().out.splitlines()
+    left_out = [line for line in said if "left out 1 damaged line" in line]
+    assert len(left_out) == (case != "only its end is missing"), said
+    copies = [path.read_bytes() for path in journal.parent.glob("journal.log.damaged*")]
+    assert copies == [b"".join(before)] * kept
+
+    trial = study.ask()  # the next one, and what another task and `show` read then
+    trial.suggest_float("lr", 1e-4, 1e-1, log=True)
+    study.tell(trial.number, 0.25)
+    assert all(json.loads(line) for line in journal.read_bytes().splitlines())
+    sweep.show(journal.parent)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1].split()[:3] == [str(count), "complete", "0.25"] and not [
+        line for line in shown if "left out" in line
+    ]
+
+
+def test_half_line_while_the_task_lives(sweep: ModuleType, journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What another task leaves when it is killed while it appends is no part of the next line of this one."""
+    study, _ = sweep.open_study(journal.parent, SETTINGS)
+    with open(journal, "ab") as file:
+        file.write(b'{"op_code":4,"worker_id":"other","stu')
+    study.tell(study.ask().number, 0.125)
+    assert "left out 1 damaged line" in capsys.readouterr().out
+    assert all(json.loads(line) for line in journal.read_bytes().splitlines())
+    study, _ = sweep.open_study(journal.parent)
+    assert [one.value for one in study.get_trials()] == [1.0, 0.5, 1 / 3, 0.125]
+
+
+LOST: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "the beginning of a trial, unknowable": swap(6, b"\0\0\0\n"),
+    "several lines in one": lambda lines: [*lines[:5], bytes(700) + b"\n", *lines[8:]],
+    "the beginning of all": swap(1, None),
+    "another file": lambda lines: [b"epoch,loss\n", b"1,2\n"],
+    "another file, without an end": lambda lines: [b"no journal"],
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_lost_journal(sweep: ModuleType, journal: Path, case: str) -> None:
+    """A journal in which results could go to other trials is refused with one line, and left as it is."""
+    journal.write_bytes(b"".join(LOST[case](journal.read_bytes().splitlines(keepends=True))))
+    before = journal.read_bytes()
+    for settings in (SETTINGS, None):
+        with pytest.raises(sweep.SweepError, match=r"journal.log .*restore a copy.*or name another --folder"):
+            sweep.open_study(journal.parent, settings)
+        assert journal.read_bytes() in (before, before + b"\n")
+
+
+METRICS = {"empty": b"", "binary": bytes(range(256)), "a word": b"epoch,test_loss\n1,low\n", "short": b"a,b\n1\n"}
+
+
+@pytest.mark.parametrize("case", METRICS)
+def test_damaged_metrics(sweep: ModuleType, tmp_path: Path, case: str) -> None:
+    """A trial whose metrics.csv cannot be read has no rows, by which it has failed; the sweep goes on."""
+    (tmp_path / "metrics.csv").write_bytes(METRICS[case])
+    assert sweep.rows_of(tmp_path) == []

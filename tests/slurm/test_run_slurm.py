@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -229,13 +230,15 @@ def test_successor_not_needed(strict_lab: Lab, example: str, source: Path, tmp_p
 def test_program_of_its_start(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A requeued job runs what it was submitted with, though each file is edited; a new one what is there then.
 
-    Beside the copy all is found that is beside train.py, and paths are relative to the folder as ever.
+    Beside the copy all is found that is beside train.py, and paths are relative to the folder as ever. An editor's lock
+    is left out. A job that finds a folder of its id, here made before it, is refused.
     """
     folder = stub(source, tmp_path / example, USES_OTHERS + STUB)
     files = [folder / name for name in ("extra.py", "settings.json", "package/__init__.py", "package/part.py")]
     (folder / "package").mkdir()
     (folder / "large").mkdir()
     (folder / "large" / "file").write_text("large")
+    (folder / "package" / ".#part.py").symlink_to("me@login1.4242:1700000000")
     for file in files:
         file.write_text("VALUE = 1" if file.suffix == ".py" else "1")
     git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@example.org"]
@@ -262,6 +265,13 @@ def test_program_of_its_start(example: str, source: Path, lab: Lab, tmp_path: Pa
 
     later = submit(lab, example, folder, OUTPUT_DIR=f"output/{job.id}").wait()
     assert later.shown["JobState"] == "FAILED" and "AssertionError" in later.log, later.log
+
+    again = folder / "output" / str(int(later.id) + 1)
+    shutil.copytree(job.output, again, symlinks=True)
+    refused = submit(lab, example, folder).wait()
+    assert again == refused.output and refused.shown["JobState"] == "FAILED", refused.log
+    assert f"run.slurm: error: output/{refused.id} is of another run with the id {refused.id}: move" in refused.log
+    assert "started" not in refused.log
 
 
 USES_OTHERS = """

@@ -1,0 +1,374 @@
+"""Damaged files beside a good checkpoint begin anew, and a damaged checkpoint is never loaded, whatever Python is told.
+
+The functions have the same text in all examples that have them (nox -s sync), so most are called alone, right here.
+"""
+
+import ast
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from harness import outputs
+from harness.launchers import ROOT
+from harness.runs import Reference, Run
+
+EXAMPLES = ROOT / "examples"
+
+
+def functions(file: str, *wanted: str, **names: Any) -> dict[str, Any]:
+    """Return functions of a file of an example, as `python -O` compiles them: without assertions."""
+    tree = ast.parse((EXAMPLES / file).read_text())
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
+    modules = (contextlib, errno, fcntl, json, os, pickle, sys, zipfile, zlib)
+    names |= {module.__name__: module for module in modules} | {"Path": Path}
+    exec(compile(tree, file, "exec", optimize=1), names)
+    return names
+
+
+# ---- The record, run.json ----
+
+GOOD = {"starts": [{"step": 0, "time": 1.0}], "stops": [], "command": ["train.py"]}
+RECORDS: dict[str, bytes | None] = {
+    "empty": b"",
+    "cut": json.dumps(GOOD, indent=1).encode()[:60],
+    "binary": bytes(range(256)),
+    "zeros, as after a loss of power": bytes(300),
+    "a list": b"[]",
+    "a number": b"7",
+    "null": b"null",
+    "without starts": b'{"stops": []}',
+    "starts are a text": b'{"starts": "abc", "stops": []}',
+    "stops are numbers": b'{"starts": [], "stops": [1, 2]}',
+    "starts are null": b'{"starts": null, "stops": []}',
+    "another program's": b'{"loss": 0.5}',
+    "nested without end": b"[" * 100_000,
+    "a folder": None,
+}
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_damaged_record(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    """A run.json that cannot be read begins anew, with one line, and is kept; that of an earlier time is kept, too."""
+    read_record = functions("torchrun_multinode/plumbing.py", "read_record")["read_record"]
+    path, content = tmp_path / "run.json", RECORDS[case]
+    for number in (1, 2):
+        path.mkdir() if content is None else path.write_bytes(content)
+        assert read_record(path) == {"starts": [], "stops": []}
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{path} is damaged (") and line.endswith(f"the old one is run.json.damaged{number}")
+        kept = path.with_name(f"run.json.damaged{number}")
+        assert not path.exists() and (kept.is_dir() if content is None else kept.read_bytes() == content)
+
+
+def test_good_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that is good, and one that is not there, are as they are, without a word."""
+    read_record = functions("torchrun_multinode/plumbing.py", "read_record")["read_record"]
+    assert read_record(tmp_path / "run.json") == {"starts": [], "stops": []}
+    (tmp_path / "run.json").write_text(json.dumps(GOOD))
+    assert read_record(tmp_path / "run.json") == GOOD
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"] and not capsys.readouterr().err
+
+
+# ---- The folder ----
+
+
+LOCKS = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+input()
+"""
+
+
+def test_unfinished_files(tmp_path: Path) -> None:
+    """What write() leaves when its run is killed goes with the next run that gets the lock; all else stays."""
+    names = functions("torchrun_multinode/plumbing.py", "lock", "remove_unfinished")
+    left = ["tmp.123.checkpoint.pt", "tmp.4.run.json", "tmp.link", "checkpoint/tmp.77.run.json", "tmp.9.metrics.csv"]
+    own = ["tmp.txt", "tmp.123", "tmp.2024.csv", "tmp.x.checkpoint.pt", "checkpoint.pt", "mytmp.1.checkpoint.pt"]
+    for name in (*left, *own, "other/tmp.1.run.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "tmp.5.folder.pt").mkdir()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", LOCKS, tmp_path / ".lock"], **pipes) as other:
+        assert other.stdout.readline() == b"locked\n"
+        assert "another run is writing" in names["lock"](tmp_path)
+        assert all((tmp_path / name).exists() for name in (*left, *own))  # they are that run's
+        other.communicate(b"\n")
+    assert names["lock"](tmp_path) is None
+    assert not any((tmp_path / name).exists() for name in left)
+    assert all((tmp_path / name).exists() for name in (*own, "other/tmp.1.run.json", "tmp.5.folder.pt"))
+
+
+def make_lock_folder(path: Path) -> None:
+    (path / ".lock").mkdir(parents=True)
+
+
+FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "lock is a folder": (make_lock_folder, "Is a directory: "),
+    "a file": (Path.touch, "File exists: "),
+    "below a file": (lambda path: None, "Not a directory: "),
+    "a link to nothing": (lambda path: path.symlink_to("/nonexistent/x"), "File exists: "),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_folder_that_is_none(tmp_path: Path, case: str) -> None:
+    """An --output-dir that cannot be one is refused with what is in the way."""
+    lock = functions("torchrun_multinode/plumbing.py", "lock", "remove_unfinished")["lock"]
+    make, says = FOLDERS[case]
+    (tmp_path / "file").touch()
+    folder = tmp_path / ("file/output" if case == "below a file" else "output")
+    make(folder)
+    error = lock(folder)
+    assert error.startswith(f"cannot write to --output-dir {folder} ({says}{tmp_path}"), error
+
+
+# ---- The checkpoint ----
+
+
+def save_torch(path: Path) -> None:
+    """Write a checkpoint as train.py does, small."""
+    import torch
+
+    torch.save({"model": {"w": torch.arange(1000.0)}, "progress": {"history": []}, "settings": {"seed": 0}}, path)
+
+
+def flip(path: Path) -> None:
+    """Change a byte of a tensor's values: the archive stays one, and torch.load does not notice that."""
+    data = bytearray(path.read_bytes())
+    at = data.index(b"\x00\x00\x80\x3f\x00\x00\x00\x40")  # 1.0, 2.0
+    data[at + 6] ^= 1
+    path.write_bytes(data)
+
+
+def flip_name(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-300] + bytes(byte ^ 32 for byte in data[-300:]))  # the archive's directory
+
+
+def cut(length: int) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(path.read_bytes()[:length])
+
+
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def other_program(content: Any) -> Callable[[Path], None]:
+    def save(path: Path) -> None:
+        import torch
+
+        torch.save(content, path)
+
+    return save
+
+
+CHECKPOINTS: dict[str, Callable[[Path], None]] = {
+    "a flipped bit": flip,
+    "flipped in the directory": flip_name,
+    "empty": cut(0),
+    "cut in the middle": cut(2000),
+    "cut in the directory": cut(-30),
+    "a folder": make_folder,
+    "a text": lambda path: path.write_text("not found"),
+    "a pickle that calls": lambda path: path.write_bytes(pickle.dumps(print)),
+    "another program's weights": other_program({"w": 1}),
+    "another program's list": other_program([1, 2]),
+    "another program's object": other_program(Path("x")),
+    "a state dict with half of it": other_program({"progress": {"history": []}}),
+}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_damaged_checkpoint(tmp_path: Path, case: str) -> None:
+    """With PYTHONOPTIMIZE=1, as without, a checkpoint that has changed, or is none, is not loaded, and says why."""
+    import torch
+
+    load = functions("torchrun_multinode/plumbing.py", "load_checkpoint", torch=torch)["load_checkpoint"]
+    save_torch(path := tmp_path / "checkpoint.pt")
+    assert load(path)["settings"] == {"seed": 0}
+    CHECKPOINTS[case](path)
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - read_checkpoint prints any in one line
+        load(path)
+    assert "\n" not in repr(raised.value) and len(repr(raised.value)) < 200, raised.value
+    if "another" in case or "half" in case:
+        assert "it is of another program" in str(raised.value)
+
+
+def test_damaged_shards(tmp_path: Path) -> None:
+    """Likewise one of many files: DeepSpeed's shards, and the file of fsdp that names its shards and checksums."""
+    load = functions("deepspeed/shards.py", "load_checkpoint")["load_checkpoint"]
+    save_torch(tmp_path / "shard.pt")
+    (tmp_path / "run.json").write_text('{"files": ["shard.pt"]}')
+    assert load(tmp_path / "run.json") == {"files": ["shard.pt"]}
+    flip(tmp_path / "shard.pt")
+    with pytest.raises(ValueError, match=r"^shard.pt: .*has changed"):
+        load(tmp_path / "run.json")
+
+    load = functions("fsdp/shards.py", "load_checkpoint")["load_checkpoint"]
+    run = {"tag": "epoch1", "progress": {"step": 11}}
+    text = json.dumps(run | {"checksum": zlib.crc32(json.dumps(run).encode())})
+    (tmp_path / "run.json").write_text(text)
+    assert load(tmp_path / "run.json") == run
+    (tmp_path / "run.json").write_text(text.replace("11", "12"))
+    with pytest.raises(ValueError, match="it has changed"):
+        load(tmp_path / "run.json")
+
+
+def test_damaged_arrays(tmp_path: Path) -> None:
+    """Likewise the checkpoint of horovod_tensorflow, in NumPy's format."""
+    import numpy as np
+
+    load = functions("horovod_tensorflow/plumbing.py", "load_checkpoint", np=np)["load_checkpoint"]
+    path, run = tmp_path / "checkpoint.npz", {"progress": {"history": []}, "settings": {}}
+    np.savez(path, w=np.arange(1000, dtype=np.float32), run=json.dumps(run))
+    assert load(path)["progress"] == {"history": []}
+    flip(path)
+    with pytest.raises(ValueError, match="has changed"):
+        load(path)
+
+
+@pytest.mark.runs("one")
+def test_resume_beside_damaged_files(example: str, folder: Path, reference: Reference) -> None:
+    """A finished run goes on beside files that are damaged: these are made anew, and the old record is kept."""
+    output = folder / "output"
+    shutil.copytree(reference.output, output)
+    before = outputs.read_model(output)
+    rows, run = (output / "metrics.csv").read_text(), (output / "run.json").read_text()
+    (output / "metrics.csv").write_text(rows[:-30])
+    (output / "run.json").write_text(run[:-30])
+    (output / "tmp.1.checkpoint.pt").write_text("half")
+    for path in output.glob("model.*"):
+        if path.suffix != ".json":
+            path.write_text("")
+    words = [*reference_command(example), "--resume"]
+    again = Run(words, folder, {"PYTHONOPTIMIZE": "1"}).wait()
+    assert again.status == 0 and again.stderr.count("is damaged (") == 1, again.stderr
+    assert (output / "metrics.csv").read_text() == rows
+    assert (output / "run.json.damaged1").read_text() == run[:-30] and not (output / "tmp.1.checkpoint.pt").exists()
+    assert len(outputs.read_run(output)["starts"]) == 1
+    assert (
+        outputs.read_model(output).keys() == before.keys()
+        and outputs.largest_difference(outputs.read_model(output), before) == 0
+    )
+
+
+def reference_command(example: str) -> list[str]:
+    """Return the command of the reference run."""
+    from harness.launchers import LAUNCHERS
+
+    return LAUNCHERS[example].command(2)
+
+
+# ---- What the programs of jupyter/ read ----
+
+HEAD = "epoch,train_loss,test_loss,test_accuracy,samples_per_second,seconds,world_size\n"
+ROWS = [f"{epoch},1.5,1.25,0.5,100.0,2.0,2\n" for epoch in (1, 2)]
+METRICS = {  # what is in the file, how many rows are used, and what the line says; None: no line
+    "good": (HEAD + "".join(ROWS), 2, None),
+    "cut in a number": ((HEAD + "".join(ROWS))[:-5], 1, "its last row was cut off"),
+    "cut before the line's end": ((HEAD + "".join(ROWS))[:-1], 1, "its last row was cut off"),
+    "cut in the first row": ((HEAD + ROWS[0])[:-4], 0, "its last row was cut off"),
+    "empty": ("", 0, "it is empty"),
+    "binary": (bytes(range(256)), 0, "UnicodeDecodeError"),
+    "zeros": (bytes(500), 0, ""),
+    "a row too short": (HEAD + "1,2\n" + ROWS[1], 0, "TypeError"),
+    "a row too long": (HEAD + "1,2,3,4,5,6,7,8\n", 0, "TypeError"),
+    "a word": (HEAD + ROWS[0].replace("1.5", "one"), 0, "ValueError"),
+    "no epoch": (HEAD + ROWS[0].replace("1,", "nan,", 1), 0, "ValueError"),
+    "another program's": ("step,loss\n1,2\n", 0, ""),
+}
+
+
+@pytest.fixture(scope="module")
+def jupyter() -> dict[str, ModuleType]:
+    return {name: outputs.import_file(ROOT / "jupyter" / f"{name}.py") for name in ("usage", "results", "export")}
+
+
+def put(path: Path, content: str | bytes | None) -> None:
+    """Write a file, or make a folder in its place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+@pytest.mark.parametrize("case", METRICS)
+def test_damaged_metrics(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], jupyter: dict[str, ModuleType], case: str
+) -> None:
+    """results.py and export.py take whole rows of metrics.csv, no part of a number, and name what they leave out."""
+    content, count, says = METRICS[case]
+    put(tmp_path / "a" / "metrics.csv", content)
+    put(tmp_path / "b" / "metrics.csv", HEAD + "".join(ROWS))
+    for module in (jupyter["results"], jupyter["export"]):
+        found = {run.name: len(run.rows) for run in module.find_runs(tmp_path)}
+        assert found == ({"a": count} if count else {}) | {"b": 2}, found
+        said = capsys.readouterr()
+        (lines := (said.out + said.err).splitlines())
+        assert len(lines) == (says is not None) and all("a/metrics.csv" in line and says in line for line in lines), (
+            lines
+        )
+
+
+USED = {"host": "n1", "seconds": 10.0, "core_seconds": 15.0, "cores": 2, "mb": 100}
+RUN = {"starts": [{"step": 0, "time": 1.8e9}], "stops": [{"step": 4, "time": 1.8e9, "used": [USED]}], "settings": {}}
+RUNS = RECORDS | {
+    "a stop without what was used": json.dumps(RUN | {"stops": [{"step": 1, "time": 1}]}).encode(),
+    "no time was used": json.dumps(RUN | {"stops": [RUN["stops"][0] | {"used": [USED | {"seconds": 0}]}]}).encode(),
+    "no steps in an epoch": json.dumps(RUN | {"starts": [{"step": 3}], "settings": {"steps_per_epoch": 0}}).encode(),
+    "settings are a list": json.dumps(RUN | {"settings": [1]}).encode(),
+    "profile is a list": json.dumps(RUN | {"profile": [1]}).encode(),
+    "a share is a word": json.dumps(RUN | {"profile": {"shares": {"computes": "half"}}}).encode(),
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_damaged_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], jupyter: dict[str, ModuleType], case: str
+) -> None:
+    """A damaged run.json is named in one line; the rows of metrics.csv and the logs of devices are shown without it."""
+    put(tmp_path / "a" / "metrics.csv", HEAD + "".join(ROWS))
+    put(tmp_path / "a" / "run.json", RUNS[case])
+    for module in (jupyter["results"], jupyter["export"]):
+        (run,) = module.find_runs(tmp_path)
+        assert len(run.rows) == 2 and run.facts == {} and run.settings == {}
+        said = capsys.readouterr()
+        (line,) = (said.out + said.err).splitlines()
+        assert "a/run.json" in line
+    with pytest.raises(SystemExit, match="is no --output-dir of a run"):
+        jupyter["usage"].report(tmp_path / "a")
+    put(tmp_path / "a" / "usage-n1.txt", "\n1800000000.00 1.0\n0, 90, 30000, 300.00, 1700, 0x0000000000000004\n")
+    put(tmp_path / "a" / "usage-n2.txt", None)  # a folder
+    jupyter["usage"].report(tmp_path / "a")
+    said = capsys.readouterr()
+    assert "n1    gpu0" in said.out and "run.json: left out (" in said.err and "usage-n2.txt cannot be read" in said.err
+
+
+def test_good_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], jupyter: dict[str, ModuleType]) -> None:
+    """Nothing is said of good files."""
+    put(tmp_path / "metrics.csv", HEAD + "".join(ROWS))
+    put(tmp_path / "run.json", json.dumps(RUN))
+    for module in (jupyter["results"], jupyter["export"]):
+        (run,) = module.find_runs(tmp_path)
+        assert run.facts["stops"] == RUN["stops"] and not "".join(capsys.readouterr())
+    jupyter["usage"].report(tmp_path)
+    assert "1.5 of 2" in capsys.readouterr().out
