@@ -76,7 +76,7 @@ def name() -> Iterator[str]:
 def submit(lab: Lab, script: str, folder: Path, *options: str) -> str:
     """Submit a script and return the job's id."""
     text = "#!/bin/bash\n" + textwrap.dedent(script)
-    done = lab.run(["sbatch", "--parsable", *options], input=text, cwd=hand_over(folder))
+    done = lab.run(["sbatch", "--parsable", *options], input=text, cwd=hand_over(folder, lab))
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
