@@ -21,6 +21,9 @@ if sys.version_info < (3, 11):  # noqa: UP036
 
 import nox  # noqa: E402
 
+if os.geteuid() == 0:
+    os.umask(0o022)  # the lab's jobs, another user's, read the environments that root makes
+
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
@@ -90,12 +93,16 @@ def run_tests(session: nox.Session, example: str, kind: str) -> None:
 
     `-- --torch 2.9.1` takes another release of PyTorch; all else that follows `--` goes to pytest.
     """
+    if sys.platform != "linux":
+        session.error("the tests find the processes of a run in /proc, so they need Linux; `train` does not")
     marks, paths, at_once = KINDS[kind]
     arguments = list(session.posargs)
     with tempfile.TemporaryDirectory(prefix=f"{example}-") as temporary:
         folder = ours("harness.launchers").copy_example(ROOT / "examples" / example, Path(temporary, example))
         if "--torch" in arguments:
             at = arguments.index("--torch")
+            if at + 1 == len(arguments):
+                session.error(f"--torch: which release? One of {', '.join(releases())}")
             other_release(session, folder, arguments[at + 1])
             del arguments[at : at + 2]
         install(session, folder)

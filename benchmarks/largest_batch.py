@@ -45,7 +45,7 @@ def peak(pids: list[int]) -> int:
     found = [0]
     for pid in pids:
         with contextlib.suppress(OSError):  # it has ended
-            found += map(int, re.findall(r"VmHWM:\s*(\d+)", Path(f"/proc/{pid}/status").read_text()))
+            found += map(int, re.findall(r"VmHWM:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(errors="replace")))
     return max(found) >> 10
 
 

@@ -5,6 +5,7 @@ ssh tunnel, or on the node itself. Playwright drives the browser, which is Debia
 """
 
 import argparse
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,12 +16,19 @@ PROGRAM = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chr
 ALL_DONE = "[...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].every(e => /[0-9]/.test(e.innerText))"
 
 
+def address(given: str) -> str:
+    """Return an address as it is given, or the first with a token in the file that is named."""
+    if "://" in given:
+        return given
+    return re.search(r"https?://\S+[?]token=\S+", Path(given).read_text())[0]
+
+
 def main() -> None:
     """Open, run all cells, save and take a picture; then say `done`, and stay as long as standard input is open."""
     from playwright.sync_api import sync_playwright
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url", help="as connect-JOBID.txt has it, with the token")
+    parser.add_argument("url", help="with the token; or connect-JOBID.txt, since all users see what `ps` shows")
     parser.add_argument("notebook", help="its path in JupyterLab's file browser")
     parser.add_argument("--until", help="do not wait for the last cell but for this text in an output, and do not save")
     parser.add_argument("--picture", type=Path, help="write a PNG of the page")
@@ -30,7 +38,7 @@ def main() -> None:
         # High enough for all cells: those that are out of sight are not in the page
         page = browser.new_page(viewport={"width": 1100, "height": 8000}, ignore_https_errors=True)
         page.set_default_timeout(120_000)
-        at = urlsplit(args.url)
+        at = urlsplit(address(args.url))
         # `reset` closes what the same user has left open
         page.goto(at._replace(path=f"/lab/tree/{args.notebook}", query=f"{at.query}&reset").geturl())
         page.locator(".jp-NotebookPanel .jp-Cell").first.wait_for()

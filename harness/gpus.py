@@ -28,8 +28,13 @@ KNOWN = re.search(r'^VERSION = "(.*)"', (FOLDER / "stand_in.py").read_text(), re
 def why_not() -> str:
     """Return why there can be no stand-in with this Python's PyTorch, or nothing."""
     found, _, build = version("torch").partition("+")
-    known = found == KNOWN and not build.startswith(("cpu", "rocm", "xpu"))
-    return "" if known else f"the stand-in for CUDA knows PyTorch {KNOWN}, built for CUDA, not {version('torch')}"
+    if found != KNOWN:
+        return f"the stand-in for CUDA knows PyTorch {KNOWN}, not {version('torch')}"
+    if not build.startswith(("cpu", "rocm", "xpu")):
+        return ""
+    reason = f"needs a PyTorch built for CUDA, not {version('torch')}: the GPU lines are not executed"
+    asked = os.environ.get("UV_TORCH_BACKEND", "")
+    return f"UV_TORCH_BACKEND={asked}: {reason}" if asked == build else reason
 
 
 def build(folder: Path) -> Path:

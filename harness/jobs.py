@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -26,11 +27,16 @@ def on_this_machine_only(*folders: Path) -> list[Path]:
     return [folder for folder in sorted(names) if folder.resolve().is_relative_to("/tmp")]
 
 
-def hand_over(folder: Path) -> Path:
-    """Give a folder, with all that is in it, to the user who runs a lab's jobs, and let them come to it; return it."""
+def hand_over(folder: Path, lab: Lab | None = None) -> Path:
+    """Give a folder, with all that is in it, to the user who runs a lab's jobs, and let them come to it; return it.
+
+    Before there is a lab, he is the one whom a lab that is started here would have.
+    """
     account = Plan().account()
-    for path in [folder, *folder.rglob("*")]:
-        os.chown(path, int(account["uid"]), int(account["gid"]), follow_symlinks=False)
+    uid, gid = (lab.uid, lab.gid) if lab else (account["uid"], account["gid"])
+    # The program goes from folder to folder by their handles: the user, who may own some already, cannot put a link in
+    # the place of a folder meanwhile, and so get a file of root's.
+    subprocess.run(["chown", "--recursive", "--no-dereference", f"{uid}:{gid}", folder], check=True, timeout=300)
     for parent in folder.parents:  # pytest makes its folders for itself alone
         if parent.is_relative_to(tempfile.gettempdir()) and not parent.stat().st_mode & 0o001:
             parent.chmod(parent.stat().st_mode | 0o011)
@@ -121,7 +127,7 @@ def submit(lab: Lab, name: str, folder: Path, *arguments: str, options: tuple[st
     The folder is handed over to the user who runs jobs. Whoever runs other commands in the lab has to do that before.
     """
     words = ["sbatch", "--parsable", *options, "run.slurm", *arguments]
-    done = lab.run(words, cwd=hand_over(folder), env=SETTINGS | variables)
+    done = lab.run(words, cwd=hand_over(folder, lab), env=SETTINGS | variables)
     assert done.returncode == 0, done.stderr
     return Job(lab, name, folder, done.stdout.strip())
 

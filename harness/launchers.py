@@ -11,11 +11,22 @@ EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
 assert EXAMPLES, "no examples/*/train.py found"
 # What runs leave behind.
 LEFT_OUT = shutil.ignore_patterns("output", "data", "__pycache__", ".venv", "*.out", "*.log")
+# And what else may have been made in a folder of the repository, such as the data of `prepare`.
+MADE = [line.rstrip("/").rpartition("/")[2] for line in (ROOT / ".gitignore").read_text().split()]
 
 
 def copy_example(source: Path, target: Path) -> Path:
-    """Copy an example's folder, as `cp -r` would, without what earlier runs may have left in it."""
-    return Path(shutil.copytree(source, target, ignore=LEFT_OUT))
+    """Copy an example's folder, as `cp -r` would, without what earlier runs may have left in it.
+
+    From the repository comes nothing that git ignores: else old data would hide that today's cannot be made. From a
+    folder elsewhere comes also the data that a test has had made there.
+    """
+
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        found = LEFT_OUT(folder, names)
+        return found | shutil.ignore_patterns(*MADE)(folder, names) if source.is_relative_to(ROOT) else found
+
+    return Path(shutil.copytree(source, target, ignore=left_out))
 
 
 # How torchrun names a killed process. Once in some hundred times it reads the report that another process is just

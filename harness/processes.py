@@ -5,6 +5,7 @@ import math
 import os
 import re
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 ASK_SLURM = 1.0  # seconds between two questions to SLURM: several tests wait at a time, on few cores
-FOREIGN = re.compile(r"SLURM|OMPI_|PMI|HOROVOD_|MASTER_|TORCHELASTIC|(RANK|WORLD_SIZE|LOCAL_RANK|OMP_NUM_THREADS)$")
+FOREIGN = re.compile(
+    r"SLURM|OMPI_|PMI|HOROVOD_|MASTER_|TORCHELASTIC|PET_"  # a job, or another launcher
+    r"|(RANK|WORLD_SIZE|LOCAL_RANK|OMP_NUM_THREADS|GLOO_SOCKET_IFNAME|PYTHONDONTWRITEBYTECODE)$"  # a shell
+    r"|(OUTPUT_DIR|VENV|IMAGE|STOP_FILE)$"  # what a run.slurm is told
+)
 
 
 def clean_environment() -> dict[str, str]:
-    """Return this environment without what a job or another launcher has set, and without GPUs."""
+    """Return this environment without what a job, another launcher or a shell has set for others, and without GPUs."""
     kept = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
     return kept | {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -51,10 +56,11 @@ def with_framework(pids: list[int]) -> dict[int, int]:
     found = {}
     for pid in pids:
         try:
-            if Path(f"/proc/{pid}/comm").read_text() == "pt_data_worker\n":
+            # As bytes: the kernel cuts names after 15 of them, also inside a letter.
+            if Path(f"/proc/{pid}/comm").read_bytes() == b"pt_data_worker\n":
                 continue
-            if re.search("libtorch|libtensorflow", Path(f"/proc/{pid}/maps").read_text()):
-                found[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if re.search(b"libtorch|libtensorflow", Path(f"/proc/{pid}/maps").read_bytes()):
+                found[pid] = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
         except OSError:  # it has ended
             continue
     return found
@@ -64,6 +70,35 @@ def workers(pids: list[int]) -> list[int]:
     """Of these processes return those that train: they have a framework loaded, and started none of the others."""
     parents = with_framework(pids)
     return [pid for pid in parents if pid not in parents.values()]
+
+
+def end_processes(variable: str) -> None:
+    """End all processes that have `variable`, as NAME=value, in their environment, and wait for that."""
+
+    def none_left() -> bool:
+        left = find_processes(variable)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not left
+
+    wait_until(none_left, 60, f"the end of all processes with {variable}", pause=0.01)
+
+
+def finish(words: Sequence[object], seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command, with its output as text, as subprocess.run does; `options` go to subprocess.Popen.
+
+    On a time-out, or another exception, all that it has started in its session is ended, too: subprocess.run would end
+    nox or pytest alone, and what they have started would run on.
+    """
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    with subprocess.Popen(words, start_new_session=True, **options) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=seconds)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str, pause: float = 0.2) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from harness.edits import HOLD, hold_epochs
 from harness.launchers import EPOCH, LAUNCHERS, ROOT, copy_example
 from harness.outputs import assert_same_run, read_run
-from harness.processes import clean_environment, command_lines, find_processes, workers
+from harness.processes import clean_environment, command_lines, find_processes, finish, workers
 
 MARKER = "EXAMPLES_TEST_RUN"  # in the environment of every process of a run, so that each can be found
 STOP = "stop-request"  # the file with which run.slurm's tasks ask train.py to stop; here it lies in the run's folder
@@ -289,4 +289,4 @@ def nox(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run nox in a copy of the repository."""
     command = [sys.executable, "-m", "nox", "--non-interactive", *arguments]
     environment = clean_environment() | {"PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, timeout=300)
+    return finish(command, 300, cwd=repository, env=environment)

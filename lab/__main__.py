@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lab import tracking, tree
-from lab.base import LabError
+from lab import cluster, tracking, tree
+from lab.base import LabError, locked
 from lab.cluster import Lab, why_not
 
 
@@ -25,7 +25,9 @@ def up(args: argparse.Namespace) -> None:
 
 def down(args: argparse.Namespace) -> None:
     lab = Lab(name=args.name)
-    print(f"lab: {'ended' if lab.down(args.keep_logs) else 'nothing was running'}")
+    with locked(cluster.LOCK, cluster.ANOTHER, cluster.LOCK_SECONDS):
+        ended = lab.down(args.keep_logs)
+    print(f"lab: {'ended' if ended else 'nothing was running'}")
 
 
 def folder(args: argparse.Namespace) -> str:

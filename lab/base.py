@@ -15,6 +15,11 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18  # from <sys/mount.h>
 START_SECONDS = 60  # for each step of a start, which takes about one second, but machines may be busy
 
+# Names of jobs, processes and folders may have bytes of any encoding. An odd one of somebody else's is shown with a
+# question mark, and does not end the lab.
+AS_TEXT = {"encoding": "utf-8", "errors": "replace"}
+AS_BYTES = {"encoding": "utf-8", "errors": "surrogateescape"}  # for files that are written again as they were
+
 Daemons = Mapping[str, subprocess.Popen[bytes]]
 
 
@@ -23,27 +28,47 @@ class LabError(Exception):
 
 
 @contextlib.contextmanager
-def locked(file: Path) -> Iterator[None]:
+def locked(file: Path, what: str, seconds: float) -> Iterator[None]:
     """Hold the lock on a file, which is made if need be; raises LabError.
 
-    Root alone can open the file: whoever can open a file can lock it, and so keep others waiting for ever.
+    It waits at most `seconds` until somebody else has done `what`. Root alone can open the file: whoever can open a
+    file can lock it, and so keep others waiting.
     """
     try:
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise LabError(f"cannot lock {file}: {error.strerror}") from None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        until(lambda: lock(handle), f"{what} (see who has {file} open: fuser {file})", seconds=seconds)
         yield
     finally:
         os.close(handle)
+
+
+def lock(handle: int) -> bool:
+    """Lock an open file, unless somebody else holds the lock; return whether that was possible."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def usual_umask() -> Iterator[None]:
+    """Let all users read what root makes, and only root change it, whatever umask root's shell has."""
+    before = os.umask(0o022)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def output(words: Sequence[str], prefix: Sequence[str] = (), text: str = "") -> str:
     """What a command prints, given `text` to read; raises LabError, with its first complaint, if it fails."""
     line, seconds = [*prefix, *words], START_SECONDS
     try:
-        done = subprocess.run(line, input=text, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(line, input=text, capture_output=True, timeout=seconds, **AS_TEXT)
     except subprocess.TimeoutExpired:
         raise LabError(f"{' '.join(words)}: no answer within {seconds} s") from None
     if done.returncode != 0:
@@ -81,7 +106,7 @@ class Process(NamedTuple):
 def find_process(pid: int) -> Process | None:
     """The process with this PID, or None if there is none, or only its exit status is left."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(**AS_TEXT)  # the kernel cuts names after 15 bytes
     except OSError:
         return None
     name, fields = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.accounting import check as check_accounting
-from lab.base import SEARCH, LabError, find_process, inside, locked, output, until
+from lab.base import AS_TEXT, SEARCH, LabError, find_process, inside, locked, output, until, usual_umask
 from lab.config import HEAD, Plan
 from lab.tracking import choose, leftovers, remove, thaw
 
@@ -34,7 +34,9 @@ PROGRAMS = (
     ),
     *("ip", "mount", "nsenter", "setpriv", "unshare"),
 )
-LOCK = Path("/run/slurm-lab.lock")  # labs start one after the other: else two could take one folder for a stale one
+# Labs start and end one after the other: else two could take one folder for a stale one.
+LOCK, LOCK_SECONDS = Path("/run/slurm-lab.lock"), 300
+ANOTHER = "another lab has started or ended"  # what is waited for
 INSTALL = "apt-get install --no-install-recommends slurm-wlm munge iproute2 openmpi-bin libpmix-dev"
 # The states that `scontrol show job` gives to a job that will not run again.
 FINISHED = (
@@ -131,8 +133,9 @@ class Lab:
     # Up and down.
 
     def up(self, detached: bool = False) -> "Lab":
-        """Start the lab and return when every node is idle. Detached, it outlives this process,
-        which ignores Ctrl-C from then on.
+        """Start the lab and return when every node is idle and has run a step of the user's.
+
+        Detached, it outlives this process, which ignores Ctrl-C from then on.
 
         After a failure, Ctrl-C included, nothing runs on; after a LabError the logs stay in the lab's folder.
         """
@@ -141,7 +144,7 @@ class Lab:
             raise LabError(reason)
         if self._plan.accounting:
             check_accounting()
-        with locked(LOCK):
+        with locked(LOCK, ANOTHER, LOCK_SECONDS):
             if self._running():
                 raise LabError(f"a lab named {self._plan.name} is running; end it first: python -m lab down")
             modes, account = choose(self._asked.tracking), self._asked.account()
@@ -153,8 +156,8 @@ class Lab:
                     break
                 except LabError as error:
                     self.down(keep_logs=True)
-                    # A slurmd may dislike a machine's cgroups for reasons of its own: then the next mode may do.
-                    if mode == modes[-1] or not re.match(r"node\d+ |cannot make namespaces", str(error)):
+                    # SLURM may dislike a machine's cgroups for reasons of its own: then the next mode may do.
+                    if mode == modes[-1] or not re.match(r"node\d+ |a step |cannot make namespaces", str(error)):
                         raise LabError(f"{error}; logs are in {self.folder}/logs") from None
                 except BaseException:
                     self.down()
@@ -162,13 +165,15 @@ class Lab:
         return self
 
     def _start(self, detached: bool) -> None:
-        self.folder.mkdir()
-        self.folder.chmod(0o711)  # munged wants every user to reach its socket
-        self._plan.write()
-        self._start_keeper()
-        if detached:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # from here on it stays, and a Ctrl-C must not say otherwise
-            (self.folder / "detached").touch()
+        with usual_umask():
+            self.folder.mkdir()
+            self.folder.chmod(0o711)  # munged wants every user to reach its socket
+            self._plan.write()
+            self._start_keeper()
+            if detached:
+                # From here on it stays, and a Ctrl-C must not say otherwise
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                (self.folder / "detached").touch()
 
     def _start_keeper(self) -> None:
         """Start the process that the lab hangs on, and wait until it says that the lab is ready."""
@@ -287,7 +292,7 @@ class Lab:
 
         `options` go to subprocess.run, and so does `timeout`, after which that raises TimeoutExpired.
         """
-        options = {"capture_output": True, "text": True, "timeout": timeout} | options
+        options = {"capture_output": True, "timeout": timeout, **AS_TEXT} | options
         return subprocess.run(self.command(words, node, cwd, env, user), **options)
 
     def check_folder(self, words: Sequence[str], node: str, cwd: str) -> None:
@@ -343,7 +348,7 @@ class Lab:
         for pid in pids():
             with contextlib.suppress(OSError):  # it may have ended
                 if os.readlink(f"/proc/{pid}/ns/pid") in spaces:
-                    found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+                    found[pid] = Path(f"/proc/{pid}/cmdline").read_text(**AS_TEXT).replace("\0", " ").strip()
         return found
 
     def _pid_of(self, place: str) -> int:

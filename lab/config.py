@@ -1,5 +1,7 @@
 """What a lab looks like: its numbers, its names and addresses, and the files that SLURM reads."""
 
+import contextlib
+import grp
 import json
 import os
 import pwd
@@ -8,10 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lab import accounting, tracking
-from lab.base import LabError
+from lab.base import AS_BYTES, LabError
 
 HEAD = "head"  # where slurmctld and munged run, and where jobs are submitted
-STUDENT = "student"  # the name of a user that is made up inside the lab
+STUDENT = "lab-student"  # the name of a user that is made up inside the lab: nobody has it by chance
+UIDS = range(61184, 65520)  # where a made-up user's number is looked for: systemd keeps these for users who come and go
 NETWORK = "10.210.0"  # inside the lab's own network namespace, so every lab may use the same one
 SPOOL = "spool"  # in the lab's folder; every node mounts a private file system on it
 
@@ -87,8 +90,7 @@ class Plan:
         except KeyError:
             if self.user not in ("", STUDENT):
                 raise LabError(f"--user {self.user}: this machine has no such user") from None
-            taken = {entry.pw_uid for entry in pwd.getpwall()}
-            uid = owner or next(uid for uid in range(2001, 60000) if uid not in taken)
+            uid = owner or next(filter(nobodys, UIDS))
             entry, made_up = pwd.struct_passwd((STUDENT, "x", uid, uid, "", home, "/bin/sh")), True
         if self.real_home:
             home, root_home = entry.pw_dir, pwd.getpwnam("root").pw_dir
@@ -113,7 +115,7 @@ class Plan:
         (self.folder / "slurm.conf").write_text(self.slurm_conf())
         (self.folder / "cgroup.conf").write_text(tracking.cgroup_conf(self.tracking))
         (self.folder / "gres.conf").write_text(self.gres_conf())
-        (self.folder / "nsswitch.conf").write_text(nsswitch_conf())
+        (self.folder / "nsswitch.conf").write_text(nsswitch_conf(), **AS_BYTES)
         for place in self.addresses:
             (self.folder / f"hosts.{place}").write_text(self.hosts_file(place))
         with open(self.folder / "munge.key", "wb", opener=lambda path, flags: os.open(path, flags, 0o400)) as key:
@@ -121,15 +123,15 @@ class Plan:
         tracking.write(self.tracking, self.folder)
         if self.accounting:
             accounting.write(self.folder, HEAD, self.addresses[HEAD])
-        passwd = Path("/etc/passwd").read_text()
+        passwd = Path("/etc/passwd").read_text(**AS_BYTES)
         for name, uid, gid, home in {(self.user, self.uid, self.gid, self.home), ("root", 0, 0, self.root_home)}:
             if Path(home).is_relative_to(self.folder):
                 passwd = f"{name}:x:{uid}:{gid}::{home}:{shell(name)}\n{passwd}"  # of several entries the first counts
                 Path(home).mkdir(mode=0o700, exist_ok=True)
                 os.chown(home, uid, gid)
-        (self.folder / "passwd").write_text(passwd)
+        (self.folder / "passwd").write_text(passwd, **AS_BYTES)
         group = f"{self.user}:x:{self.gid}:\n" if self.made_up else ""
-        (self.folder / "group").write_text(group + Path("/etc/group").read_text())
+        (self.folder / "group").write_text(group + Path("/etc/group").read_text(**AS_BYTES), **AS_BYTES)
 
     def slurmd(self, node: str) -> list[str]:
         """The command that starts a node's slurmd."""
@@ -205,6 +207,18 @@ SETTINGS = {
 }
 
 
+def nobodys(number: int) -> bool:
+    """Whether this machine has neither a user nor a group of this number.
+
+    Each number is asked for: a directory of users, such as sssd, knows those that it leaves out of a list of all.
+    """
+    for find in pwd.getpwuid, grp.getgrgid:
+        with contextlib.suppress(KeyError):
+            find(number)
+            return False
+    return True
+
+
 def shell(user: str) -> str:
     """The shell of a user of this machine, or one for a user who is made up."""
     try:
@@ -220,6 +234,6 @@ def nsswitch_conf() -> str:
     users, such as sssd, would answer with the user's real home folder.
     """
     path = Path("/etc/nsswitch.conf")
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(**AS_BYTES).splitlines() if path.exists() else []
     lines = [re.sub("^passwd:", "passwd: files", line) for line in lines if not line.startswith("hosts:")]
     return "\n".join([*lines, "hosts: files"]) + "\n"

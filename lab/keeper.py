@@ -80,14 +80,14 @@ def start(plan: Plan, cgroups: Path | None) -> None:
     cover_etc(plan, HEAD)
     check_home(plan)
     for number in range(plan.gpus):
-        os.mknod(plan.folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))  # as /dev/null
-        (plan.folder / f"gpu{number}").chmod(0o666)
-    if os.path.exists("/dev/fuse"):  # for everybody, as on clusters: containers mount their images with it
-        # It lies in the head's own /tmp, since other users of the machine can reach what is in the lab's folder.
-        fuse = Path("/tmp/fuse")
-        os.mknod(fuse, stat.S_IFCHR | 0o600, os.stat("/dev/fuse").st_rdev)
-        fuse.chmod(0o666)
-        mount(fuse, "/dev/fuse", flags=MS_BIND)
+        device = plan.folder / f"gpu{number}"
+        try:
+            os.mknod(device, stat.S_IFCHR | 0o600, os.makedev(1, 3))  # as /dev/null
+        except PermissionError:
+            raise LabError("--gpus: this machine permits no devices, which stand for them; start it without") from None
+        device.chmod(0o666)
+    with contextlib.suppress(OSError):  # a machine may have none, or may permit no devices, as a container does
+        open_fuse()
     ip("link set lo up", "link add lab type bridge", "link set lab up")
     ip(f"address add {plan.addresses[HEAD]}/24 dev lab")
 
@@ -102,9 +102,34 @@ def start(plan: Plan, cgroups: Path | None) -> None:
         cgroup = cgroups / node if cgroups else None
         daemons[node] = launch(plan, node, [*inside(pid, cgroup), *plan.slurmd(node), "-D"])
     states = ["sinfo", "--noheader", "--Node", "--partition=lab", "--format=%T"]
-    until(lambda: answers(states).split() == ["idle"] * plan.nodes, "all nodes are idle", daemons)
+    idle = ["idle"] * plan.nodes
+    until(lambda: answers(states).split() == idle, "all nodes are idle", daemons)
+    run_step(plan)
+    until(lambda: answers(states).split() == idle, "all nodes are idle again", daemons)
     for log in (plan.folder / "logs").glob("*.log"):  # from now on these say everything
         log.with_suffix(".out").unlink(missing_ok=True)
+
+
+def open_fuse() -> None:
+    """Let everybody use /dev/fuse, as on clusters: containers mount their images with it."""
+    # It lies in the head's own /tmp, since other users of the machine can reach what is in the lab's folder.
+    fuse = Path("/tmp/fuse")
+    os.mknod(fuse, stat.S_IFCHR | 0o600, os.stat("/dev/fuse").st_rdev)
+    fuse.chmod(0o666)
+    mount(fuse, "/dev/fuse", flags=MS_BIND)
+
+
+def run_step(plan: Plan) -> None:
+    """Have the user run a step on each node, the lab's first job; raises LabError if that fails.
+
+    A slurmd that has started may yet be unable to start a step, for instance where programs in /tmp cannot be executed.
+    """
+    user = ["setpriv", f"--reuid={plan.uid}", f"--regid={plan.gid}", "--init-groups"] if plan.uid else []
+    count = [f"--nodes={plan.nodes}", f"--ntasks={plan.nodes}", "--ntasks-per-node=1"]
+    try:
+        output(["srun", "--quiet", "--job-name=lab", "--partition=lab", *count, "--chdir=/", "true"], user)
+    except LabError as error:
+        raise LabError(f"a step of user {plan.user} fails with --tracking {plan.tracking}: {error}") from None
 
 
 def start_accounting(plan: Plan, daemons: dict[str, subprocess.Popen[bytes]]) -> None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from lab.base import SEARCH, LabError
+from lab.base import AS_BYTES, SEARCH, LabError
 
 CGROUPS = {"cgroup-v2": ("cgroup2", ""), "cgroup-v1": ("cgroup", "freezer")}  # kind of file system, controller
 MOUNT = Path("/sys/fs/cgroup")
@@ -50,7 +50,7 @@ def why_not(mode: str) -> str | None:
     if not os.access(parent, os.W_OK):
         return f"{parent} is read-only"
     # The same hierarchy must be there for a new namespace to mount.
-    if mode == "cgroup-v2" and len(Path("/proc/self/cgroup").read_text().splitlines()) > 1:
+    if mode == "cgroup-v2" and len(Path("/proc/self/cgroup").read_text(**AS_BYTES).splitlines()) > 1:
         return "SLURM's plugin refuses a machine that has cgroup v1 as well"
     kind, controller = CGROUPS[mode]
     spaces = ["unshare", "--mount", "--cgroup", "--pid", "--fork", "mount", "-t", kind]
@@ -71,7 +71,7 @@ def hierarchy(mode: str) -> Path | None:
     if mode not in CGROUPS:
         return None
     kind, controller = CGROUPS[mode]
-    for line in Path("/proc/self/mounts").read_text().splitlines():
+    for line in Path("/proc/self/mounts").read_text(**AS_BYTES).splitlines():
         _, folder, found, options, *_ = line.split()
         if found == kind and (not controller or controller in options.split(",")):
             return Path(folder)

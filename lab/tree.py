@@ -13,10 +13,11 @@ import re
 import shutil
 import stat
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.base import LIBC, MS_BIND, MS_PRIVATE, MS_REC, SEARCH, LabError, check, locked, mount
+from lab.base import AS_TEXT, LIBC, MS_BIND, MS_PRIVATE, MS_REC, SEARCH, LabError, check, locked, mount
 from lab.config import STUDENT
 
 SUITES = {
@@ -38,6 +39,8 @@ ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "DEBIAN_FRONTEND": "noninteractive",
 }
+GIT = ("git", "-c", "safe.directory=*")  # the repository may be another user's
+LOCK_SECONDS = 1800  # making a tree takes some minutes
 CLONE_NEWNS, MNT_DETACH = 0x00020000, 2  # from <sched.h> and <sys/mount.h>
 
 
@@ -47,12 +50,13 @@ def run(suite: str, command: Sequence[str], trees: Path, clone: str = "project",
         raise LabError(f"{suite} {clone}: a suite of Debian, and a name for the clone, in letters and digits")
     if not command:
         raise LabError(f"tree: which command? For example: python -m lab tree {suite} -- sinfo --version")
-    top = output("the current folder is in no git repository", ["git", "rev-parse", "--show-toplevel"]).strip()
+    os.umask(0o022)  # for the clone, and for the command: another user runs jobs in it
+    top = output("the current folder is in no git repository", [*GIT, "rev-parse", "--show-toplevel"]).strip()
     tree = open_folder(trees) / suite
-    with locked(tree.parent / ".lock"):
+    with locked(tree.parent / ".lock", "another tree has been made", LOCK_SECONDS):
         for path in tree, tree / "complete", log_of(tree), tree / clone:
             check_owner(path)
-        if not (tree / "complete").exists():
+        if not is_complete(tree):
             make(suite, tree, mirror or find_mirror())
         update(Path(top), tree / clone)
     enter(tree, f"/{clone}")
@@ -111,7 +115,7 @@ def log_of(tree: Path) -> Path:
 
 def why_not(suite: str) -> str | None:
     """Say why there can be no tree of a suite in the default folder, or return None."""
-    if os.path.exists(default_folder() / suite / "complete"):
+    if is_complete(default_folder() / suite):
         return None
     try:
         find_mirror()
@@ -124,7 +128,7 @@ def find_mirror(apt: str = "/etc/apt") -> str:
     """The first mirror of Debian that apt has been told; raises LabError."""
     for name in [f"{apt}/sources.list", *sorted(glob.glob(f"{apt}/sources.list.d/*"))]:
         if os.path.exists(name):
-            found = re.findall(r"^(?:URIs:|deb\s).*?(https?://\S+)", Path(name).read_text(), re.MULTILINE)
+            found = re.findall(r"^(?:URIs:|deb\s).*?(https?://\S+)", Path(name).read_text(**AS_TEXT), re.MULTILINE)
             mirrors = [url for url in found if url.rstrip("/").endswith("/debian")]
             if mirrors:
                 return mirrors[0]
@@ -157,7 +161,13 @@ def make(suite: str, tree: Path, mirror: str) -> None:
         step([*install, *PACKAGES, *(APPTAINER if suite in SUITES else ())], inside=True)
         step(["useradd", "--create-home", STUDENT], inside=True)  # who may build images: he gets subordinate user ids
         copy_settings(tree, [CERTIFICATES])  # the package ca-certificates has written its own
-    (tree / "complete").touch()
+    (tree / "complete").write_text(STUDENT)
+
+
+def is_complete(tree: Path) -> bool:
+    """Whether a tree has been made to its end, and with the user who runs jobs today."""
+    complete = tree / "complete"
+    return complete.exists() and complete.read_text() == STUDENT
 
 
 def copy_settings(tree: Path, names: Sequence[str]) -> None:
@@ -171,12 +181,18 @@ def copy_settings(tree: Path, names: Sequence[str]) -> None:
 
 
 def update(repository: Path, clone: Path) -> None:
-    """Bring what is committed in a repository into its clone, which is made if need be."""
-    if (clone / ".git").is_dir():
-        output("git", ["git", "-C", str(clone), "fetch", "--quiet", str(repository), "HEAD"])
-        output("git", ["git", "-C", str(clone), "reset", "--quiet", "--hard", "FETCH_HEAD"])
-    else:
-        output("git", ["git", "clone", "--quiet", str(repository), str(clone)])
+    """Bring what is committed in a repository into its clone, which is made if need be.
+
+    It goes through a file: git would not read another user's repository for root, and a clone cannot be told to.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = f"{folder}/bundle"
+        output("git", [*GIT, "-C", str(repository), "bundle", "create", "--quiet", bundle, "HEAD"])
+        if (clone / ".git").is_dir():
+            output("git", ["git", "-C", str(clone), "fetch", "--quiet", bundle, "HEAD"])
+            output("git", ["git", "-C", str(clone), "reset", "--quiet", "--hard", "FETCH_HEAD"])
+        else:
+            output("git", ["git", "clone", "--quiet", bundle, str(clone)])
 
 
 def output(problem: str, words: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -134,7 +135,11 @@ def side_by_side(function: Callable[[str], Any], items: Iterable[str], seconds: 
 
 def listen(port: int, function: Callable[[socket.socket], None]) -> int:
     """Listen at a port (0: any free one), call the function in a thread for whoever connects, return the port."""
-    server = socket.create_server(("", port), backlog=512)
+    address = ("", port)
+    if socket.has_dualstack_ipv6():  # then it serves both: a network may have either alone
+        server = socket.create_server(address, family=socket.AF_INET6, dualstack_ipv6=True, backlog=512)
+    else:
+        server = socket.create_server(address, backlog=512)
 
     def accept() -> None:
         while True:
@@ -185,6 +190,7 @@ class Head:
         self.posts: dict[str, dict[int, Any]] = defaultdict(dict)
         self.answers: dict[str, Any] = {}
         self.connections: dict[int, socket.socket] = {}
+        self.turns: dict[socket.socket, threading.Lock] = {}  # one thread at a time sends over a connection
         self.lost: set[int] = set()
         self.waiting_for = set(range(job.world))
         self.port_problem = ""
@@ -198,6 +204,7 @@ class Head:
         rank = -1
         with connection, connection.makefile("rb") as stream, contextlib.suppress(OSError, ValueError):
             keep_alive(connection)
+            self.turns[connection] = threading.Lock()
             send(connection, self.job.token, {"time": time.time()})
             for name, sender, facts in receive(stream, self.job.token):
                 if sender not in range(1, self.job.world):
@@ -206,8 +213,12 @@ class Head:
                 self.connections[rank] = connection
                 self.posts[name][rank] = facts
                 if name in self.answers:  # too late for the others
-                    send(connection, self.job.token, [name, self.answers[name]])
+                    self.answer(connection, name)
         self.lost.add(rank)
+
+    def answer(self, connection: socket.socket, name: str) -> None:
+        with self.turns[connection]:
+            send(connection, self.job.token, [name, self.answers[name]])
 
     def exchange(self, name: str, facts: Any) -> dict[int, Any]:
         self.posts[name][0] = facts
@@ -219,7 +230,7 @@ class Head:
         self.answers[name] = {} if name == "peers" else done  # peers: by far the largest, and for task 0 only
         for connection in list(self.connections.values()):
             with contextlib.suppress(OSError):
-                send(connection, self.job.token, [name, self.answers[name]])
+                self.answer(connection, name)
         return done
 
     def silent(self) -> set[int]:
@@ -268,7 +279,7 @@ class Guest:
             for answered, posts in self.messages:
                 if answered == name:
                     return {int(rank): post for rank, post in posts.items()}
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ConnectionError(f"lost task 0 on {self.job.nodes[0]} ({describe(error)})") from None
         raise ConnectionError(f"task 0 on {self.job.nodes[0]} has ended")
 
@@ -303,6 +314,31 @@ def find_shared(job: Job, roster: dict[int, Any]) -> dict[str, Any]:
         if not unseen or time.monotonic() > end:
             return {"unseen": unseen, "folder": os.getcwd()}
         time.sleep(0.2)
+
+
+def find_limits() -> dict[str, Any]:
+    """Return the soft and the hard limit (-1: none) of what a task may have, and whether RDMA needs locked memory."""
+    kinds = {"files": resource.RLIMIT_NOFILE, "locked": resource.RLIMIT_MEMLOCK, "processes": resource.RLIMIT_NPROC}
+    limits: dict[str, Any] = {name: resource.getrlimit(kind) for name, kind in kinds.items()}
+    limits["pids"] = most_pids()
+    with contextlib.suppress(OSError):  # there is none
+        limits["rdma"] = os.listdir("/sys/class/infiniband")
+    return limits
+
+
+def most_pids(files: str = "/", of: str = "/proc/self/cgroup") -> int:
+    """Return how many processes and threads the job's control groups may have together, or -1 for any number."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in Path(of).read_text(errors="replace").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "pids" in controllers.split(","):  # version 2, or 1
+                top = Path(files, "sys/fs/cgroup", "pids" if controllers else "")
+                group = top / path.lstrip("/")
+                for place in (group, *group.parents):
+                    with contextlib.suppress(OSError, ValueError):  # above all groups; "max"
+                        found.append(int((place / "pids.max").read_text()))
+    return min(found, default=-1)
 
 
 def asked_gpus() -> int:
@@ -606,6 +642,7 @@ def hello(job: Job, board: Head | Guest) -> dict[str, Any]:
     facts: dict[str, Any] = {name: os.environ.get(f"SLURM_{name}") for name in VARIABLES}
     facts.update(node=job.node, leader=job.leader, clock=board.clock, tasks=1, cpus=len(os.sched_getaffinity(0)))
     facts["asked_gpus"] = asked_gpus()
+    facts["limits"] = find_limits()
     if job.leader:
         facts.update(listener=listen(0, tell_node), sink=listen(0, Sink(job.token).serve), interfaces=own_interfaces())
         with contextlib.suppress(OSError):  # find_shared will say it

@@ -113,6 +113,58 @@ def judge_tasks(reports: list[dict], job: Any) -> Row:
     return result, "ok", ""
 
 
+def judge_limits(reports: list[dict], job: Any) -> Row:
+    """Name what a task may have too little of: open files, processes and threads, and locked memory where RDMA is."""
+    tasks = [int(number) for number in re.findall(r"(?<![\dx])\d+", reports[0]["STEP_TASKS_PER_NODE"] or "1")]
+    each = max(*tasks, *(r["asked_gpus"] for r in reports))  # processes on a node: one a task, or one a GPU
+    files = 2 * each * len(job.nodes) + 256  # rank 0 has a connection or two with every other process
+    threads = max(tasks) * max(r["cpus"] for r in reports) + THREADS * each
+    low: dict[str, list[str]] = {}  # what is too low where, by who can correct it
+    fatal = False
+    for r in reports:
+        limits, node = r["limits"], r["node"]
+        soft, hard = limits["files"]
+        if 0 <= hard < max(files, FEW_FILES):
+            low.setdefault(f"{STAFF}: LimitNOFILE of slurmd's service", []).append(f"{node}: {hard} open files")
+            fatal |= hard < files
+        soft, hard = limits["processes"]
+        if 0 <= soft < max(threads, FEW_THREADS):
+            own = hard < 0 or hard >= max(threads, FEW_THREADS)
+            advice = "ulimit -Su $(ulimit -Hu) in run.slurm" if own else f"{STAFF}: LimitNPROC of slurmd's service"
+            low.setdefault(advice, []).append(f"{node}: {soft} processes and threads")
+            fatal |= soft < threads
+        if 0 <= limits["pids"] < max(threads, FEW_THREADS):
+            text = f"{node}: {limits['pids']} processes and threads in a control group"
+            low.setdefault(f"{STAFF}: TasksMax of slurmd's service, pids.max of its cgroups", []).append(text)
+            fatal |= limits["pids"] < threads
+        soft, hard = limits["locked"]
+        if limits.get("rdma") and 0 <= soft < LITTLE_LOCKED:
+            own = hard < 0 or hard >= LITTLE_LOCKED
+            advice = "ulimit -l $(ulimit -Hl) in run.slurm" if own else f"{STAFF}: LimitMEMLOCK=infinity of slurmd"
+            low.setdefault(advice, []).append(f"{node}: {amount(soft)} of locked memory beside {limits['rdma'][0]}")
+    if low:
+        result = "too low: " + few(text for texts in low.values() for text in texts)
+        return result, "FAIL" if fatal else "WARN", "; ".join(low)
+    limits = reports[0]["limits"]
+    (soft, hard), processes = limits["files"], [n for n in (limits["processes"][0], limits["pids"]) if n >= 0]
+    result = f"{number_of(hard)} open files, {number_of(min(processes, default=-1))} processes and threads"
+    return f"{result}, {amount(limits['locked'][0])} of locked memory", "ok", ""
+
+
+# What is enough for most: data loaders open files and start threads, too. A process of PyTorch has some dozens of
+# threads beside those that compute.
+FEW_FILES, FEW_THREADS, THREADS = 4096, 4096, 64
+LITTLE_LOCKED = 2**30  # bytes: InfiniBand's buffers are locked, and its makers ask for "unlimited"
+
+
+def number_of(limit: int) -> str:
+    return f"{limit}" if limit >= 0 else "any number of"
+
+
+def amount(limit: int) -> str:
+    return "any amount" if limit < 0 else f"{limit >> 10} KB" if limit < 2**20 else f"{limit >> 20} MB"
+
+
 def judge_shared(reports: list[dict], job: Any) -> Row:
     faults = [f"{r['node']} does not see the files of {n}" for r in reports for n in r["shared"]["unseen"]]
     folders = sorted({report["shared"]["folder"] for report in reports})
@@ -304,6 +356,8 @@ def judge_network(reports: list[dict], job: Any) -> Row:
                     faults.append(f"{report['node']} to {node} over {name}: {rate['error']}")
     if faults:
         return few(faults), "WARN", f"{STAFF} about these ways, or choose another interface: GLOO_SOCKET_IFNAME"
+    if not any(report["network"]["interfaces"] for report in reports):
+        return "not measured: it needs IPv4, of which no node has an address", "ok", ""
     if not rates.get(used):
         names = ", ".join(sorted({name for report in reports for name in report["network"]["interfaces"]}))
         advice = "an interface that all nodes have: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME (see run.slurm)"
@@ -373,6 +427,7 @@ CHECKS = {
     "connections": judge_connections,
     "cpus": judge_cpus,
     "tasks": judge_tasks,
+    "limits": judge_limits,
     "shared": judge_shared,
     "port": judge_port,
     "gpus": judge_gpus,

@@ -35,6 +35,7 @@ PERMITTED_SKIPS = (
     r"this machine has Apptainer: ",  # and this is what that says otherwise
     r"needs a GPU: ",
     r"the stand-in for CUDA knows PyTorch ",  # and `-- --torch` takes another
+    r"UV_TORCH_BACKEND=\w+: ",  # a build of PyTorch without CUDA that was asked for, not one that came by mistake
     r"this SLURM is packaged without its PMIx plugin",  # weekly: one of the other Debians
 )
 

@@ -6,7 +6,6 @@ See harness/gpus.py for what these are, and what they cannot stand for.
 import json
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from harness import gpu_lines, gpus, outputs, runs
 from harness.launchers import LAUNCHERS, ROOT
+from harness.processes import finish
 from harness.refusals import assert_refused
 from harness.runs import Reference
 
@@ -145,7 +145,7 @@ def test_tests_of_real_gpus(example: str, built: Path, shipped: Path) -> None:
     words = ["-m", "pytest", "-q", "-m", "gpu", f"--example={example}", f"--folder={shipped}", "tests/test_gpu.py"]
     environment = os.environ | {"STAND_IN": str(built.parent)}
     words = [sys.executable, *words, "-p", "no:xdist"]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2900)
+    done = finish(words, 2900, cwd=ROOT, env=environment)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout
 
 

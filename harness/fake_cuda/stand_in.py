@@ -313,8 +313,8 @@ def wait_for_others():
     while time.monotonic() < deadline and not has_rank("self"):
         children = []
         for path in glob.glob("/proc/[0-9]*/stat"):
-            with contextlib.suppress(OSError), open(path) as file:
-                if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
+            with contextlib.suppress(OSError), open(path, "rb") as file:  # names are cut after 15 bytes
+                if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
                     children.append(path.split("/")[2])
         if not any(map(has_rank, children)):
             break

@@ -11,7 +11,7 @@ import pytest
 
 from harness import edits, readme
 from harness.launchers import LEFT_OUT, ROOT
-from harness.processes import clean_environment
+from harness.processes import clean_environment, finish
 from tests.slurm import test_faults
 
 NEW, OLD = "dummy", "torchrun_multinode"  # the new example, and the one whose folder it is copied from
@@ -37,7 +37,7 @@ def run(command: str, repository: Path) -> subprocess.CompletedProcess[str]:
     environment = clean_environment() | {"PYTHONDONTWRITEBYTECODE": "1"}
     environment["PATH"] = f"{sysconfig.get_path('scripts')}:{environment['PATH']}"
     words = ["bash", "-c", command.replace("NAME", NEW)]
-    return subprocess.run(words, cwd=repository, env=environment, capture_output=True, text=True, timeout=300)
+    return finish(words, 300, cwd=repository, env=environment)
 
 
 def check(repository: Path, command: str, only: str = f"not ({' or '.join(LONG)})") -> subprocess.CompletedProcess[str]:

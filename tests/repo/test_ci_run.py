@@ -2,6 +2,7 @@
 
 import os
 import pty
+import shutil
 import subprocess
 import tempfile
 import termios
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from harness.launchers import ROOT
+from harness.processes import finish
 
 QUESTION = "Install openssh-server? [y/N] "
 REFUSED = ".ci/run: error: the checks need these packages; nothing was installed\r\n"
@@ -35,12 +37,17 @@ class Machine:
         (folder / "bin").mkdir()
         (folder / ".ci").mkdir()
         text = (ROOT / ".ci" / "run").read_text()
-        assert "/usr/sbin/policy-rc.d" in text
-        (folder / ".ci" / "run").write_text(text.replace("/usr/sbin/policy-rc.d", str(self.policy)))
+        ours = {"/usr/sbin/policy-rc.d": self.policy, "/etc/os-release": folder / "os-release"}
+        ours["\nsystem="] = f"\nsystem={folder}/bin:"
+        for path, own in ours.items():
+            assert path in text
+            text = text.replace(path, str(own))
+        (folder / ".ci" / "run").write_text(text)
+        (folder / "os-release").write_text('NAME="Debian GNU/Linux"\nID=debian\n')
         self.calls.touch()
         for path in (folder, self.calls):  # for another user, too
             path.chmod(0o777)
-        self.stub("git", "exit 9")  # it would make the clone: here the first half ends
+        self.stub("git", f"echo umask $(umask) >>{self.calls}; exit 9")  # for the clone: here the first half ends
         self.stub("python3", "exit 9")
         self.stub("systemctl", "exit 0")
         self.stub("sudo", 'shift; exec "$@"')
@@ -56,7 +63,9 @@ class Machine:
         """Have dpkg-query answer so for openssh-server, in the words of a shell; all else is installed."""
         self.stub("dpkg-query", f'case "$*" in *openssh-server) {answer} ;; *) printf "ii " ;; esac')
 
-    def run(self, *words: str, answer: str | None = None, user: str | None = None, **variables: str) -> Run:
+    def run(
+        self, *words: str, answer: str | None = None, user: str | None = None, umask: int = 0o022, **variables: str
+    ) -> Run:
         """Run the script: on a terminal on which `answer` has been typed, or without a terminal."""
         environment = {"PATH": f"{self.folder}/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": str(self.folder)}
         terminal, end = pty.openpty()
@@ -65,15 +74,16 @@ class Machine:
         termios.tcsetattr(end, termios.TCSANOW, mode)
         os.write(terminal, (answer or "").encode())
         with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-            status = subprocess.run(
-                ["bash", str(self.folder / ".ci" / "run"), *words],
+            status = finish(
+                [str(shutil.which("bash")), str(self.folder / ".ci" / "run"), *words],
+                60,
                 stdin=subprocess.DEVNULL if answer is None else end,
                 stdout=stdout,
                 stderr=stderr if answer is None else end,
                 cwd=self.folder,
                 env=environment | variables,
                 user=user,
-                timeout=60,
+                umask=umask,
             ).returncode
             os.close(end)
             printed = b""
@@ -112,8 +122,64 @@ def test_goes_on_after_a_yes(machine: Machine) -> None:
     run = machine.run(answer="y\n")
     assert run.stderr == QUESTION and run.status == 9
     assert [call.split()[:4] for call in run.calls if not call.startswith("sudo")] == [
-        ["git", "-c", "safe.directory=*", "clone"]
+        ["git", "-c", "safe.directory=*", "bundle"],
+        ["umask", "0022"],
     ]
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o027, 0o007, 0o000, 0o777])
+def test_umask(machine: Machine, umask: int) -> None:
+    """Whatever the caller's umask is, the user who runs the lab's jobs can read the clone and its environments."""
+    assert "umask 0022" in machine.run(umask=umask).calls
+
+
+def test_checkout_of_another_user(tmp_path: Path) -> None:
+    """What is committed in a checkout that is not the caller's is cloned, too, and only that is."""
+    machine = Machine(tmp_path)
+    machine.packages("printf 'ii '")
+    (tmp_path / "bin" / "git").unlink()
+    script = tmp_path / ".ci" / "run"
+    script.write_text(script.read_text().replace("bash .ci/run --in-clone", 'echo "in $PWD:" && ls -A && exit 7 ||'))
+    git = ["git", "-c", "safe.directory=*", "-c", "user.name=a", "-c", "user.email=a@b.example"]
+    (tmp_path / "committed").touch()
+    for words in (["init", "-q"], ["add", "committed"], ["commit", "-q", "-m", "A file."]):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True, timeout=60)
+    if os.geteuid() == 0:
+        for path in [tmp_path, *tmp_path.rglob("*")]:
+            os.chown(path, 12345, 12345)
+    run = machine.run()
+    assert run.stderr == "" and run.stdout.splitlines()[1:] == [".git", "committed"], run
+
+
+NO_APT, SNAP = "it installs Debian packages by apt-get, which this machine lacks", "Ubuntu has Chromium as a snap only"
+MACHINES = {  # of another kind: its /etc/os-release, and what is said
+    "Fedora": ("ID=fedora\n", NO_APT),
+    "Arch": ("ID=arch\n", NO_APT),
+    "nothing known": ("", NO_APT),
+    "Ubuntu": ("ID=ubuntu\nID_LIKE=debian\n", SNAP),
+    "Ubuntu in quotes": ('NAME="Ubuntu"\nID="ubuntu"\n', SNAP),
+    "Ubuntu with Chrome": ("ID=ubuntu\n", ""),
+    "Mint": ("ID=linuxmint\nID_LIKE=ubuntu\n", ""),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_other_distributions(machine: Machine, name: str) -> None:
+    """Where packages cannot be had, one line says so and what to do, before anything is asked or installed."""
+    release, says = MACHINES[name]
+    (machine.folder / "os-release").write_text(release)
+    if "Chrome" in name:
+        machine.stub("google-chrome", "exit 0")
+    path = {}
+    if says == NO_APT:
+        (machine.folder / "bin" / "apt-get").unlink()
+        path = {"PATH": f"{machine.folder}/bin"}
+    run = machine.run(answer="n\n", **path)
+    if says:
+        assert run.status == 1 and run.calls == [] and run.stderr.count("\n") == 1, run
+        assert run.stderr.startswith(f".ci/run: error: {says}"), run.stderr
+    else:
+        assert run.stderr == QUESTION + REFUSED, run.stderr
 
 
 @pytest.mark.parametrize(("answer", "variables"), [(None, {}), (None, {"CI": "true"}), ("n\n", {"CI": "1"})])
@@ -155,3 +221,13 @@ def test_installs_what_is_missing(machine: Machine, policy: str) -> None:
         "systemctl disable --quiet ssh.service ssh.socket",
     ]
     assert machine.policy.exists() == bool(policy)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_policy_that_a_killed_run_has_left(machine: Machine, ours: bool) -> None:
+    """It is removed at the next start, also if nothing is missing: else no service starts any more. Others stay."""
+    machine.packages("printf 'ii '")
+    text = "# .ci/run removes this when it has installed its packages" if ours else "# mine"
+    machine.policy.write_text(f"#!/bin/sh\n{text}\nexit 101\n")
+    machine.run("--in-clone", "rest")
+    assert machine.policy.exists() == (not ours)

@@ -1,16 +1,31 @@
 """The harness itself: it loses no output, waits for nothing without a limit, and notices a process that is left."""
 
 import ast
+import functools
+import os
+import re
+import runpy
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from harness import edits, runs
-from harness.launchers import LAUNCHERS, ROOT
-from harness.processes import read_line, running
+from harness import browser, edits, gpus, jobs, launchers, runs
+from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, copy_example
+from harness.processes import (
+    clean_environment,
+    end_processes,
+    find_processes,
+    finish,
+    read_line,
+    running,
+    wait_until,
+    with_framework,
+)
+from tests.conftest import PERMITTED_SKIPS
 
 
 def python(text: str, folder: Path) -> runs.Run:
@@ -154,3 +169,186 @@ def test_hang_of_a_test(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert "1 failed, 1 passed" in done.stdout and "taken down" in done.stdout, done.stdout + done.stderr
     assert "Timeout" in done.stdout
+
+
+STARTED = {  # what a command starts that does not end in time; each sleeps in the command's session
+    "itself": "exec sleep 600",
+    "a child": "sleep 600 & wait",
+    "a child that is in no hurry": "trap '' TERM INT HUP; sleep 600",
+    "a grandchild": "sh -c 'sleep 600 & wait' & wait",
+    "an orphan": "(sleep 600 &); sleep 600",
+    "several": "for number in 1 2 3; do sleep 600 & done; wait",
+}
+
+
+@pytest.mark.parametrize("script", STARTED.values(), ids=STARTED)
+def test_what_a_command_has_started_ends_with_it(tmp_path: Path, script: str) -> None:
+    """After a time-out nothing runs on that nox or pytest, started by a test, has started."""
+    marker = f"{runs.MARKER}={tmp_path.name}-{os.getpid()}"
+    environment = os.environ | dict([marker.split("=")])
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            finish(["sh", "-c", script], 0.5, env=environment)
+        wait_until(lambda: not find_processes(marker), 10, "the end of all that it has started")
+    finally:
+        end_processes(marker)
+
+
+def test_other_ends_of_a_command(tmp_path: Path) -> None:
+    """A command that ends in time gives what it has printed, and its status."""
+    done = finish(["sh", "-c", "pwd; echo said >&2; exit 3"], 60, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (3, f"{tmp_path}\n", "said\n")
+
+
+LEFT = ("output", "data", "images", "model", "job-1.out", "job.log", "common/__pycache__", ".venv")
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_copy_has_nothing_that_a_run_has_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """From the repository comes nothing that git ignores, such as old data that would hide that they cannot be made."""
+    monkeypatch.setattr(launchers, "ROOT", tmp_path / "repository")
+    source = tmp_path / "repository" / "examples" / "some"
+    (source / name).mkdir(parents=True)
+    (source / "models.py").touch()
+    copy = copy_example(source, tmp_path / "copy")
+    assert (copy / "models.py").exists() and not (copy / name).exists()
+
+
+def test_copy_has_what_a_test_has_made(tmp_path: Path) -> None:
+    """From a folder elsewhere comes the data that a test's fixture has made there; each is one that git ignores."""
+    for name in ("images", "model", "output"):
+        (tmp_path / "source" / name).mkdir(parents=True)
+    assert sorted(os.listdir(copy_example(tmp_path / "source", tmp_path / "copy"))) == ["images", "model"]
+    for example in EXAMPLES:
+        if words := LAUNCHERS[example].prepare.split():
+            text = (ROOT / "examples" / example / words[1]).read_text()
+            assert any(f'"{name}"' in text for name in launchers.MADE), words
+
+
+SET = "SLURM_JOB_ID PET_RDZV_ENDPOINT GLOO_SOCKET_IFNAME PYTHONDONTWRITEBYTECODE OUTPUT_DIR VENV IMAGE WORLD_SIZE"
+
+
+@pytest.mark.parametrize("name", SET.split())
+def test_environment_of_a_run(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What a shell has set for its own jobs and runs is not handed on to those of the tests."""
+    monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("VENV_OF_MINE", "1")
+    assert name not in clean_environment() and "VENV_OF_MINE" in clean_environment()
+
+
+NAMES = {  # of a process: 15 bytes, of which the kernel cuts whatever comes
+    "a letter cut": "14 byte long uü".encode(),
+    "Latin-1": b"M\xfcller",
+    "no letter": b"\xff\xfe",
+    "a bracket": b"a) S 1 (b",
+    "a line": b"two\nlines",
+    "a long letter": "14 bytes long€".encode(),
+}
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_odd_name_of_a_process(tmp_path: Path, name: bytes) -> None:
+    """The processes of a run are found beside one whose name is no UTF-8."""
+    library = tmp_path / "libtorch.so"
+    library.write_bytes(bytes(4096))
+    text = f"import mmap, time; open('/proc/self/comm', 'wb').write({name!r})\n"
+    text += f"file = open({str(library)!r}, 'rb')\nkept = mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ)\n"
+    with running([sys.executable, "-c", f"{text}print('ready', flush=True); time.sleep(600)"]) as process:
+        assert read_line(process, 60) == "ready\n"
+        assert with_framework([process.pid]) == {process.pid: os.getpid()}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who gives files away")
+def test_hand_over(tmp_path: Path) -> None:
+    """All in a folder belongs to the lab's user, a link itself and not what it leads to; a lab's own user, if named."""
+
+    class Running:
+        uid, gid = 54321, 54322
+
+    precious = tmp_path / "precious"
+    precious.touch()
+    (tmp_path / "folder" / "in").mkdir(parents=True)
+    (tmp_path / "folder" / "in" / "link").symlink_to(precious)
+    (tmp_path / "folder" / "loop").symlink_to(tmp_path)
+    jobs.hand_over(tmp_path / "folder", Running())
+    for path in [tmp_path / "folder", *(tmp_path / "folder").rglob("*")]:
+        assert (path.lstat().st_uid, path.lstat().st_gid) == (54321, 54322)
+    assert precious.stat().st_uid == tmp_path.stat().st_uid == 0
+    jobs.hand_over(tmp_path / "folder")
+    assert (tmp_path / "folder" / "in").stat().st_uid not in (0, 54321)
+
+
+def test_address_of_a_browser(tmp_path: Path) -> None:
+    """The token, which all users would see in a list of processes, can stay in the file that the job has written."""
+    url = "https://127.0.0.1:8888/lab?token=5ecre7"
+    (tmp_path / "connect-1.txt").write_text(f"1. ssh -N login\n2. open\n   {url}\n")
+    assert browser.address(str(tmp_path / "connect-1.txt")) == browser.address(url) == url
+
+
+BUILDS = {  # of PyTorch, what UV_TORCH_BACKEND asks for: what is said, and whether CI permits it
+    ("", ""): ("", True),
+    ("+cu126", "cu126"): ("", True),
+    ("+cpu", "cpu"): ("UV_TORCH_BACKEND=cpu: needs a PyTorch built for CUDA", True),
+    ("+cpu", ""): ("needs a PyTorch built for CUDA, not 2.15.0+cpu", False),
+    ("+cpu", "auto"): ("needs a PyTorch built for CUDA, not 2.15.0+cpu", False),
+    ("+rocm7.2", ""): ("needs a PyTorch built for CUDA, not 2.15.0+rocm7.2", False),
+}
+
+
+@pytest.mark.parametrize(("build", "asked"), BUILDS)
+def test_build_without_cuda(monkeypatch: pytest.MonkeyPatch, build: str, asked: str) -> None:
+    """Without CUDA the GPU lines are not executed: in CI that is a failure, unless such a build was asked for."""
+    says, permitted = BUILDS[build, asked]
+    monkeypatch.setattr(gpus, "KNOWN", "2.15.0")
+    monkeypatch.setattr(gpus, "version", lambda _: f"2.15.0{build}")
+    monkeypatch.setenv("UV_TORCH_BACKEND", asked)
+    reason = gpus.why_not()
+    assert reason.startswith(says) and bool(reason) == bool(says)
+    assert not reason or any(re.match(pattern, reason) for pattern in PERMITTED_SKIPS) == permitted
+
+
+NOX = """
+import os, runpy, sys
+os.geteuid = lambda: {user}
+os.umask(0o077)
+runpy.run_path("noxfile.py")
+print(oct(os.umask(0)))
+"""
+
+
+@pytest.mark.parametrize(("user", "umask"), [(0, "0o22"), (1000, "0o77")])
+def test_umask_of_nox(user: int, umask: str) -> None:
+    """What root installs can be read by the user who runs the lab's jobs; others keep their umask."""
+    done = finish([sys.executable, "-c", NOX.format(user=user)], 60, cwd=ROOT)
+    assert done.stdout == f"{umask}\n", done.stderr
+
+
+@functools.cache  # nox accepts each name of a session once
+def noxfile() -> dict[str, Any]:
+    """Return what noxfile.py defines."""
+    return runpy.run_path(str(ROOT / "noxfile.py"))
+
+
+REFUSED_BY_NOX = {  # the platform, and what follows `--`
+    "no release": ("linux", ["--torch"], "--torch: which release? One of 2.6.0"),
+    "no release, last": ("linux", ["-k", "bad", "--torch"], "--torch: which release?"),
+    "no such release": ("linux", ["--torch", "1.0"], "--torch 1.0: choose from 2.6.0"),
+    "macOS": ("darwin", [], "so they need Linux"),
+    "Windows": ("win32", [], "so they need Linux"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_NOX)
+def test_refused_by_nox(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """One line, before anything is installed."""
+    platform, words, says = REFUSED_BY_NOX[case]
+    monkeypatch.setattr(sys, "platform", platform)
+
+    class Session:
+        posargs = words
+
+        def error(self, text: str) -> None:
+            raise SystemExit(text)
+
+    with pytest.raises(SystemExit, match=re.escape(says)):
+        noxfile()["run_tests"](Session(), "ddp_spawn", "smoke")

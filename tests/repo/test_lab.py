@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import grp
 import hashlib
 import os
 import pwd
@@ -22,7 +23,7 @@ from harness import readme, runs
 from harness.jobs import hand_over, job_processes, on_this_machine_only
 from harness.launchers import ROOT, copy_example
 from harness.processes import find_processes, read_line, running, wait_until
-from lab import Lab, LabError, accounting, cluster, tracking, tree, why_not
+from lab import Lab, LabError, accounting, base, cluster, config, tracking, tree, why_not
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(why_not()), reason=str(why_not()))]
 
@@ -75,7 +76,7 @@ def name() -> Iterator[str]:
 def submit(lab: Lab, script: str, folder: Path, *options: str) -> str:
     """Submit a script and return the job's id."""
     text = "#!/bin/bash\n" + textwrap.dedent(script)
-    done = lab.run(["sbatch", "--parsable", *options], input=text, cwd=hand_over(folder))
+    done = lab.run(["sbatch", "--parsable", *options], input=text, cwd=hand_over(folder, lab))
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -179,6 +180,204 @@ def test_lock_of_others(name: str) -> None:
     assert (lock.st_uid, stat.S_IMODE(lock.st_mode)) == (0, 0o600)
 
 
+@pytest.mark.parametrize("umask", [0o077, 0o027, 0o007, 0o177, 0o777, 0o000])
+def test_umask_of_roots_shell(name: str, umask: int) -> None:
+    """Whatever umask root's shell has, the user can read the lab's files, and nobody but root can change them."""
+    line = [sys.executable, "-m", "lab", "up", "--name", name, "--nodes", "1"]
+    done = subprocess.run(line, cwd=ROOT, umask=umask, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lab = Lab.find(name)
+    assert lab.run(["srun", "id", "-un"], cwd="/").stdout == f"{lab.user}\n"
+    modes = {path: path.lstat().st_mode for path in lab.folder.rglob("*")}
+    modes[lab.folder] = lab.folder.stat().st_mode
+    open_to_all = {path.name for path, mode in modes.items() if not stat.S_ISLNK(mode) and mode & 0o022}
+    assert not open_to_all - {"munge.socket"}, "others than root can change these"
+    assert lab.down()
+
+
+def test_umask_stays(name: str) -> None:
+    """A program that starts a lab keeps its own umask."""
+    before = os.umask(0o077)
+    try:
+        with Lab(name=name, nodes=1):
+            assert os.umask(0o077) == 0o077
+    finally:
+        os.umask(before)
+
+
+# The clone is made, but the tree, which would need debootstrap, is not entered.
+UPDATE = """
+import os, sys
+from pathlib import Path
+from lab import tree
+tree.enter = lambda *_: None
+tree.run("made", ["sh", "-c", "umask"], Path(sys.argv[1]))
+"""
+
+
+def test_tree_of_another_users_repository(tmp_path: Path) -> None:
+    """A tree has a clone of a repository that is not root's, which jobs can read whatever umask root's shell has."""
+    theirs, made = tmp_path / "theirs", tmp_path / "trees" / "made"
+    made.mkdir(parents=True, mode=0o755)
+    (made / "complete").write_text(config.STUDENT)
+    git = ["git", "-C", str(theirs), "-c", "user.name=a", "-c", "user.email=a@b.example"]
+    for number in (1, 2):  # it is made, then it is brought up to date
+        theirs.mkdir(exist_ok=True)
+        (theirs / "file").write_text(f"{number}")
+        for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "A file."]):
+            subprocess.run([*git, "-c", "safe.directory=*", *words], check=True, timeout=60)
+        for path in [theirs, *theirs.rglob("*")]:
+            os.chown(path, 12345, 12345)
+        line = [sys.executable, "-c", UPDATE, str(tmp_path / "trees")]
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+        options = {"cwd": theirs, "umask": 0o077, "env": variables, "capture_output": True, "text": True}
+        done = subprocess.run(line, **options, timeout=60)
+        assert (done.stdout, done.stderr) == ("0022\n", "")
+        assert (made / "project" / "file").read_text() == f"{number}"
+        assert stat.S_IMODE((made / "project" / "file").stat().st_mode) == 0o644
+
+
+def known(*numbers: int) -> Callable[[int], str]:
+    """Return what asks a directory, as sssd's is asked, for one number: it knows these, and lists none of them."""
+
+    def find(number: int) -> str:
+        if number not in numbers:
+            raise KeyError(number)
+        return "somebody"
+
+    return find
+
+
+FIRST = config.UIDS.start
+TAKEN = {  # users and groups of a directory; the number that is made up
+    "nobody": ((), (), FIRST),
+    "the old number": ((2001,), (2001,), FIRST),
+    "a user": ((FIRST,), (), FIRST + 1),
+    "a group": ((), (FIRST,), FIRST + 1),
+    "a user and another group": ((FIRST,), (FIRST + 1,), FIRST + 2),
+    "many": (tuple(range(FIRST, FIRST + 100)), (), FIRST + 100),
+}
+
+
+@pytest.mark.parametrize(("users", "groups", "number"), TAKEN.values(), ids=TAKEN)
+def test_made_up_number(
+    monkeypatch: pytest.MonkeyPatch, users: tuple[int, ...], groups: tuple[int, ...], number: int
+) -> None:
+    """The user who is made up has a number that is nobody's, also where a directory lists none of its users."""
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(pwd, "getpwall", list)
+    monkeypatch.setattr(pwd, "getpwuid", known(*users))
+    monkeypatch.setattr(grp, "getgrgid", known(*groups))
+    student = pwd.struct_passwd(("student", "x", 1000, 1000, "", "/home/student", "/bin/sh"))
+    find, names = pwd.getpwnam, {"student": student}  # a real one, as at a university: he is not taken unasked
+    monkeypatch.setattr(pwd, "getpwnam", lambda name: names.get(name) or find(name))
+    account = config.Plan().account()
+    assert (account["user"], account["uid"], account["gid"], account["made_up"]) == (
+        "lab-student",
+        number,
+        number,
+        True,
+    )
+
+
+# Bytes that are no UTF-8, in what others have on this machine: the names of a process (cut inside a letter by the
+# kernel, which keeps 15 bytes), of a job of the lab, of a folder where something is mounted; lines of /etc.
+ODD = r"""
+mount -t tmpfs tmpfs /mnt && cp -a /etc/. /mnt && mount --bind /mnt /etc
+name="$(printf 'M\374ller')"
+printf 'someone:x:4243:4243:%s:/:/bin/sh\n' "$name" >>/etc/passwd
+printf '%s:x:4244:\n' "$name" >>/etc/group
+printf '# %s\n' "$name" >>/etc/nsswitch.conf
+mkdir "$2/$name" && mount -t tmpfs tmpfs "$2/$name"
+"$0" -c 'import time; open("/proc/self/comm", "w").write("14 byte long uü"); time.sleep(1000)' &
+process=$!
+trap 'kill "$process"' EXIT
+lab() { action=$1; shift; "$python" -m lab "$action" --name "$lab" "$@"; }
+python=$0 lab=$1
+lab up --nodes 1
+printf '#!/bin/bash\nexec -a "$SLURM_JOB_NAME" sleep 1000\n' >"$2/job"
+lab run --chdir / -- sbatch --quiet --output=/dev/null --job-name="$name" <"$2/job"
+until lab run --chdir / -- squeue --noheader --format=%T | grep -q RUNNING; do sleep 0.2; done
+lab status
+lab run --node node1 --chdir / -- getent passwd someone
+"$python" -c 'import sys, lab; print(lab.Lab.find(sys.argv[1]).job(2)["JobState"])' "$lab"
+lab down
+"""
+
+
+def test_odd_bytes_of_others(name: str, tmp_path: Path) -> None:
+    """A process, a job, a mounted folder or a user whose name is no UTF-8 does not hinder a lab."""
+    line = ["unshare", "--mount", "bash", "-ec", ODD, sys.executable, name, tmp_path]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, timeout=120)
+    text = done.stdout.decode(errors="replace")
+    assert done.returncode == 0 and b"Traceback" not in done.stderr, text + done.stderr.decode(errors="replace")
+    assert b":M\xfcller:/:/bin/sh\n" in done.stdout, "the lab's copy of /etc/passwd has the same bytes"
+    assert re.search(r"node1 .* 4 processes\n", text) and "\nRUNNING\n" in text and text.endswith("lab: ended\n"), text
+
+
+NOEXEC = 'mount -t tmpfs -o mode=1777,noexec tmpfs /tmp && "$0" -m lab up --name "$1" --nodes 1 --tracking linuxproc'
+
+
+def test_no_step_can_run(name: str) -> None:
+    """A lab whose slurmd starts, and whose steps do not, is not called ready: here /tmp permits no programs."""
+    line = ["unshare", "--mount", "sh", "-ec", NOEXEC, sys.executable, name]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and not done.stdout, done
+    start = "lab: error: a step of user lab-student fails with --tracking linuxproc: srun"
+    assert done.stderr.startswith(start) and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_next_way_if_no_step_can_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way to track processes with which slurmd starts, but no step, is followed by the next."""
+    write = tracking.write
+
+    def broken(mode: str, folder: Path) -> None:
+        write(mode, folder)
+        if mode == "filter":
+            (folder / "slurmstepd").write_text("#!/nowhere\n")
+
+    monkeypatch.setattr(tracking, "MODES", {mode: tracking.MODES[mode] for mode in ("filter", "linuxproc")})
+    monkeypatch.setattr(tracking, "why_not", lambda mode: None)
+    monkeypatch.setattr(tracking, "write", broken)
+    with Lab(name=name, nodes=1) as lab:
+        assert lab.tracking == "linuxproc"
+
+
+def test_no_devices(name: str) -> None:
+    """Where root may make no device, as in a container, a lab starts without one; with --gpus one line says why not."""
+    line = ["setpriv", "--bounding-set=-mknod", "--inh-caps=-mknod", sys.executable, "-m", "lab", "up", "--name", name]
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run([*line, "--nodes", "1"], **options)
+    assert done.returncode == 0, done.stderr
+    assert command("down", "--name", name).returncode == 0
+    done = subprocess.run([*line, "--gpus", "1"], **options)
+    assert done.returncode == 2 and "--gpus: this machine permits no devices" in done.stderr, done.stderr
+
+
+def test_down_waits_its_turn(name: str) -> None:
+    """`down` does not remove the folder of a lab that is just starting under the same name."""
+    lab = Lab(name=name, nodes=1).up()
+    with contextlib.ExitStack() as waiting:
+        waiting.enter_context(base.locked(cluster.LOCK, "", 60))
+        with running([sys.executable, "-m", "lab", "down", "--name", name], cwd=ROOT) as down:
+            with pytest.raises(subprocess.TimeoutExpired):
+                down.wait(1.5)
+            assert lab.states() == {"node1": "idle"}
+            waiting.close()
+            assert down.wait(60) == 0
+    assert not traces(name)
+
+
+def test_nothing_waits_for_a_lock_without_a_limit(tmp_path: Path) -> None:
+    """Whoever holds the lock too long is not waited for: one line says what was waited for, and where to look."""
+    text = f"waited 0.3 s in vain until it is done .*fuser {tmp_path}/lock"
+    again = base.locked(tmp_path / "lock", "it is done", 0.3)
+    with base.locked(tmp_path / "lock", "", 60), pytest.raises(LabError, match=text), again:
+        pass
+    with base.locked(tmp_path / "lock", "", 0.3):
+        pass
+
+
 def test_devices(name: str) -> None:
     """Everybody in a lab can use its /dev/fuse; on the machine there is no device of it, but what stands for GPUs."""
     with Lab(name=name, nodes=1, gpus=1) as lab:
@@ -230,9 +429,9 @@ def test_from_nothing_to_a_job(name: str, tmp_path: Path) -> None:
     install = readme.until(ROOT / "lab" / "README.md", "sudo python3 -m lab down")[1:]  # without apt-get
     assert readme.until(ROOT / "README.md", "sudo python3 -m lab down") == install[2:]
     up, submit, down = (as_written(line, name, share) for line in install[2:])
-    assert run_lines([*install[:2], up, submit], tmp_path / "clone") == "Submitted batch job 1\n"
-    assert Lab.find(name).wait_for_job(1, seconds=300)["JobState"] == "COMPLETED"
-    log = tmp_path / "clone" / "examples" / "ddp_spawn" / "ddp_spawn-1.out"
+    assert run_lines([*install[:2], up, submit], tmp_path / "clone") == "Submitted batch job 2\n"
+    assert Lab.find(name).wait_for_job(2, seconds=300)["JobState"] == "COMPLETED"
+    log = tmp_path / "clone" / "examples" / "ddp_spawn" / "ddp_spawn-2.out"
     assert "finished: test acc" in log.read_text()
     assert run_lines([down], tmp_path / "clone") == "lab: ended\n"
 
@@ -246,7 +445,7 @@ def test_readme(name: str, tmp_path: Path) -> None:
         if " up " in line:
             lab = Lab.find(name)
         elif "sbatch" in line:
-            lab.wait_for_job(1, "RUNNING")
+            lab.wait_for_job(2, "RUNNING")
         elif "squeue" in line or "status" in line:
             assert "node1" in printed, printed
         elif " cut " in line:
@@ -254,10 +453,10 @@ def test_readme(name: str, tmp_path: Path) -> None:
         elif " heal " in line:
             lab.wait_for_node("node2", "idle", "mixed", "allocated")
         elif " requeue " in line:
-            lab.wait_for_job(1, "RUNNING", seconds=60)
-            assert lab.job(1)["Restarts"] == "1"
+            lab.wait_for_job(2, "RUNNING", seconds=60)
+            assert lab.job(2)["Restarts"] == "1"
         elif " timelimit " in line:
-            log = tmp_path / "clone" / "examples" / "ddp_spawn" / "ddp_spawn-1.out"
+            log = tmp_path / "clone" / "examples" / "ddp_spawn" / "ddp_spawn-2.out"
             wait_until(lambda log=log: "run.slurm: " in log.read_text(), 90, "run.slurm's answer to the signal")
     assert printed == "lab: ended\n"
 
@@ -493,13 +692,13 @@ def test_ordinary_user(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir("/")
     before = etc()
     with Lab(name=name, share=on_this_machine_only(tmp_path), tracking="linuxproc") as lab:
-        assert (lab.user, lab.uid) == ("student", 2001)
-        expected = f"student 2001 student student student {lab.home} unset file\n"
+        assert lab.user == "lab-student" and lab.uid in config.UIDS
+        expected = f"lab-student {lab.uid} lab-student lab-student lab-student {lab.home} unset file\n"
         assert lab.run(["sh", "-c", WHO], cwd="/").stdout == expected
         job = submit(lab, f"{WHO}; srun --nodes=2 bash -c '{WHO}'", tmp_path, "--nodes=2", "--output=out")
-        assert lab.wait_for_job(job)["UserId"] == "student(2001)"
+        assert lab.wait_for_job(job)["UserId"] == f"lab-student({lab.uid})"
         assert (tmp_path / "out").read_text() == 3 * expected
-        assert (tmp_path / "out").stat().st_uid == 2001
+        assert (tmp_path / "out").stat().st_uid == lab.uid
         as_root = lab.run(["sh", "-c", "id -un; echo $OMPI_ALLOW_RUN_AS_ROOT"], cwd="/", user="root").stdout
         assert as_root == "root\n1\n"
     assert etc() == before
@@ -548,7 +747,7 @@ def test_user_by_name(name: str, tmp_path: Path) -> None:
     """`--user` names root or another user of the machine; the owner of the current folder is the default."""
     (tmp_path / "lab").symlink_to(ROOT / "lab")
     os.chown(tmp_path, 12345, 12345)  # nobody's number: the owner gets a name inside
-    for words, user in ([], "student 12345"), (["--user", "root"], "root 0"), (["--user", "daemon"], "daemon 1"):
+    for words, user in ([], "lab-student 12345"), (["--user", "root"], "root 0"), (["--user", "daemon"], "daemon 1"):
         line = [sys.executable, "-m", "lab", "up", "--name", name, "--nodes", "1", *words]
         subprocess.run(line, cwd=tmp_path, check=True, capture_output=True, timeout=120)
         assert Lab.find(name).run(["sh", "-c", "echo $(id -un) $(id -u)"], cwd="/").stdout == f"{user}\n"
@@ -585,7 +784,7 @@ def test_folder_that_is_not_the_users(name: str, tmp_path: Path, tmp_path_factor
 
 REPLACE = """
 mount -t tmpfs tmpfs /mnt && cp -a /etc/. /mnt && mount --bind /mnt /etc
-"$0" -m lab up --name "$1" --nodes 1 --user student
+"$0" -m lab up --name "$1" --nodes 1 --user lab-student
 for file in passwd group hosts nsswitch.conf; do cp "/etc/$file" /etc/new && mv /etc/new "/etc/$file"; done
 "$0" -m lab run --name "$1" --chdir / -- srun sh -c 'id -un; getent hosts head'
 "$0" -m lab down --name "$1"
@@ -597,7 +796,7 @@ def test_packages_are_installed_meanwhile(name: str) -> None:
     """A running lab keeps its user and its names when files of the machine's /etc, here a copy, are replaced."""
     line = ["unshare", "--mount", "sh", "-ec", REPLACE, sys.executable, name]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert "student\n10.210.0.254" in done.stdout, done.stdout + done.stderr
+    assert "lab-student\n10.210.0.254" in done.stdout, done.stdout + done.stderr
 
 
 def test_domain_and_names(name: str, tmp_path: Path) -> None:
@@ -830,7 +1029,7 @@ def test_tree(suite: str) -> None:
     try:
         done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("student\n") == 2 and "lab: ended" in done.stdout
+        assert done.stdout.count("lab-student\n") == 2 and "lab: ended" in done.stdout
     finally:
         shutil.rmtree(tree.default_folder() / suite / f"test{os.getpid()}", ignore_errors=True)
 

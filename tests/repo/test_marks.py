@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.launchers import EXAMPLES, ROOT
+from harness.processes import finish
 
 
 def run_pytest(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -16,7 +17,7 @@ def run_pytest(*words: str | Path, **variables: str) -> subprocess.CompletedProc
     settings = ["-c", ROOT / "pyproject.toml", "-p", "no:cacheprovider", "-q"]
     environment = {name: value for name, value in os.environ.items() if name != "CI"} | variables
     command = [sys.executable, "-m", "pytest", *settings, *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    return finish(command, 120, cwd=ROOT, env=environment)
 
 
 def run_file(path: Path, text: str, **variables: str) -> subprocess.CompletedProcess[str]:

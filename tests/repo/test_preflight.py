@@ -1,5 +1,6 @@
 """preflight/ on a healthy lab, and on labs broken on purpose: each fault must be named in its own row."""
 
+import contextlib
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from harness.processes import read_line, running, wait_until
 from lab import Lab, why_not
 
 FOLDER = ROOT / "preflight"
-ROWS = ["answers", "names", "connections", "cpus", "tasks", "shared", "port", "gpus", "wheel", "clock"]
+ROWS = ["answers", "names", "connections", "cpus", "tasks", "limits", "shared", "port", "gpus", "wheel", "clock"]
 ROWS += ["python", "reduce", "sizes", "network"]
 # Real torch, but with other answers to what it would ask a driver; it is imported in place of this file.
 TORCH = """
@@ -353,6 +354,15 @@ def test_tasks_for_per_node(place: Place, options: list[str]) -> None:
     run = place.run(*options, venv=place.light)
     assert run.failed == {"tasks"} and run.status == 1, run.log
     assert "--ntasks-per-node=1" in run.rows["tasks"][2] and "--pattern per-process" in run.rows["tasks"][2]
+
+
+@needs_lab
+def test_too_few_files(place: Place) -> None:
+    """A limit of each node's tasks is named; that they may lock little memory does not matter without InfiniBand."""
+    run = place.run(venv=place.environment(python=f"ulimit -n 258; ulimit -l 64; {place.light_python}"))
+    assert run.failed == {"limits"} and run.status == 1, run.log
+    assert run.rows["limits"][0] == "too low: node1: 258 open files; node2: 258 open files"
+    assert run.rows["limits"][2] == "ask the cluster's staff: LimitNOFILE of slurmd's service"
 
 
 @needs_lab
@@ -699,6 +709,143 @@ def test_gpus(
     assert row[1] == status and advice in row[2]
 
 
+ENOUGH = {"files": (1024, 524288), "locked": (8 << 20, 8 << 20), "processes": (127000, 127000), "pids": -1}
+FILES, THREADS_ADVICE = "LimitNOFILE of slurmd's service", "LimitNPROC of slurmd's service"
+LIMITS = {  # what differs from that; the status; what the row says
+    "usual": ({}, "ok", ["524288 open files, 127000 processes and threads, 8 MB of locked memory"]),
+    "none": (
+        {"files": (-1, -1), "processes": (-1, -1), "locked": (-1, -1)},
+        "ok",
+        ["any number of open files, any number of processes and threads, any amount of locked memory"],
+    ),
+    "few files": ({"files": (256, 1024)}, "WARN", ["too low: node1: 1024 open files", FILES]),
+    "soft only": ({"files": (64, 4096)}, "ok", ["4096 open files"]),
+    "too few files": ({"files": (271, 271)}, "FAIL", ["271 open files", FILES]),
+    "few processes": ({"processes": (1024, 2048)}, "WARN", ["1024 processes and threads", THREADS_ADVICE]),
+    "few, by oneself": ({"processes": (1024, 16384)}, "WARN", ["1024 proc", "ulimit -Su $(ulimit -Hu) in run.slurm"]),
+    "few, without a hard limit": ({"processes": (1024, -1)}, "WARN", ["ulimit -Su $(ulimit -Hu) in run.slurm"]),
+    "too few processes": ({"processes": (259, 259)}, "FAIL", ["259 processes and threads", THREADS_ADVICE]),
+    "none at all": ({"processes": (0, 0)}, "FAIL", ["0 processes and threads"]),
+    "a control group": ({"processes": (-1, -1), "pids": 1000}, "WARN", ["1000 processes", "TasksMax"]),
+    "a small control group": ({"processes": (-1, -1), "pids": 100}, "FAIL", ["100 processes", "TasksMax"]),
+    "a large control group": ({"pids": 9000}, "ok", ["9000 processes and threads"]),
+    "locked": ({"rdma": ["mlx5_0"]}, "WARN", ["8 MB of locked memory beside mlx5_0", "LimitMEMLOCK=infinity"]),
+    "64 KB": ({"rdma": ["mlx5_0"], "locked": (65536, 65536)}, "WARN", ["64 KB of locked memory", "LimitMEMLOCK"]),
+    "locked, by oneself": (
+        {"rdma": ["mlx5_0"], "locked": (65536, -1)},
+        "WARN",
+        ["64 KB of locked memory", "ulimit -l $(ulimit -Hl) in run.slurm"],
+    ),
+    "enough for RDMA": ({"rdma": ["mlx5_0"], "locked": (2**37, 2**37)}, "ok", ["131072 MB of locked memory"]),
+    "RDMA without a limit": ({"rdma": ["hfi1_0"], "locked": (-1, -1)}, "ok", ["any amount of locked memory"]),
+    "two": ({"files": (99, 99), "pids": 3000}, "FAIL", ["99 open files; node1: 3000 proc", "LimitNOFILE", "TasksMax"]),
+}
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_limits(verdict: ModuleType, job: SimpleNamespace, case: str) -> None:
+    """What is too low is named with the node, and with who can correct it: 2 nodes with 4 GPUs and 4 cores each."""
+    other, status, texts = LIMITS[case]
+    report = {"asked_gpus": 4, "cpus": 4, "STEP_TASKS_PER_NODE": "1(x2)"}
+    reports = [report | {"node": "node1", "limits": ENOUGH | other}, report | {"node": "node2", "limits": ENOUGH}]
+    row = verdict.judge("limits", reports, job)
+    assert row[1] == status and all(text in f"{row[0]} {row[2]}" for text in texts), row
+    assert "node2" not in row[0]
+
+
+def test_limits_of_a_large_job(verdict: ModuleType, job: SimpleNamespace) -> None:
+    """The first process of a job of 4,096 is connected with all others; its tasks and cores count, too."""
+    job.nodes = [f"node{number}" for number in range(512)]
+    report = {"node": "node1", "asked_gpus": 8, "cpus": 96, "STEP_TASKS_PER_NODE": "1(x512)"}
+    assert verdict.judge("limits", [report | {"limits": ENOUGH | {"files": (1024, 8192)}}], job)[1] == "FAIL"
+    assert verdict.judge("limits", [report | {"limits": ENOUGH | {"files": (1024, 16384)}}], job)[1] == "ok"
+    report |= {"asked_gpus": 0, "cpus": 2, "STEP_TASKS_PER_NODE": "64(x512)"}
+    few = ENOUGH | {"files": (99999, 99999), "processes": (4200, 4200)}
+    assert verdict.judge("limits", [report | {"limits": few}], job)[1] == "FAIL"
+
+
+GROUPS = {  # /proc/self/cgroup, files below /sys/fs/cgroup, and how many processes a job may have
+    "version 2": ("0::/slurm/job_7\n", {"slurm/job_7": "max", "slurm": "512"}, 512),
+    "version 2, the job": ("0::/slurm/job_7\n", {"slurm/job_7": "100", "slurm": "512"}, 100),
+    "version 1": ("9:pids:/slurm/job_7\n3:cpu,cpuacct:/\n", {"pids/slurm/job_7": "max", "pids/slurm": "77"}, 77),
+    "with another": ("9:pids,misc:/a\n", {"pids/a": "5"}, 5),
+    "both": ("9:pids:/a\n0::/b\n", {"pids/a": "9", "b": "8"}, 8),
+    "no limit": ("0::/a\n", {"a": "max"}, -1),
+    "not mounted": ("9:pids:/a\n", {}, -1),
+    "a colon": ("0::/a:b\n", {"a:b": "6"}, 6),
+    "nothing": ("", {}, -1),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_control_groups(preflight: ModuleType, tmp_path: Path, case: str) -> None:
+    """The least of what the control groups permit, of both versions, from the job's up to the uppermost."""
+    text, files, most = GROUPS[case]
+    (tmp_path / "cgroup").write_text(text)
+    for name, value in files.items():
+        group = tmp_path / "sys" / "fs" / "cgroup" / name
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "pids.max").write_text(f"{value}\n")
+    assert preflight.most_pids(str(tmp_path), str(tmp_path / "cgroup")) == most
+    assert preflight.find_limits()["files"][0] > 0
+
+
+def addresses() -> list[str]:
+    """Return addresses of this machine: a container may have none of IPv6."""
+    found = ["127.0.0.1", "localhost"]
+    for address in ("::1", "::ffff:127.0.0.1"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as query:
+            query.bind((address, 0))
+            found.append(address)
+    return found
+
+
+@pytest.mark.parametrize("address", addresses())
+def test_either_network(
+    preflight: ModuleType, loopback: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    """Tasks reach task 0, and nodes each other, over IPv4 or IPv6: a cluster may have either alone."""
+    monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", address)
+    head = preflight.Head(loopback)
+    guest = preflight.Guest(loopback)
+    threading.Thread(target=lambda: guest.exchange("hello", "here"), daemon=True).start()
+    wait_until(lambda: head.posts["hello"], 10, "what the guest has posted")
+    assert head.posts["hello"] == {1: "here"}
+    port = preflight.listen(0, preflight.tell_node)
+    with socket.create_connection((address, port), timeout=10) as connection:
+        assert connection.makefile().readline() == f"{preflight.NODE}\n"
+
+
+def test_no_line_is_torn(preflight: ModuleType, loopback: SimpleNamespace) -> None:
+    """Two threads of task 0 answer one task at once, and it reads both: a late round's answer, and the next one's."""
+    preflight.ROUNDS["reduce"] = 0
+    head = preflight.Head(loopback)
+    head.answers["torch"] = ["x" * 2**20] * 4
+    with socket.create_connection(("127.0.0.1", loopback.port), timeout=10) as guest:
+        for _ in range(4):
+            preflight.send(guest, loopback.token, ["torch", 1, "late"])
+        wait_until(lambda: head.connections, 10, "the first post")
+        work = [threading.Thread(target=head.exchange, args=("reduce", "y" * 2**20), daemon=True) for _ in range(4)]
+        for thread in work:
+            thread.start()
+        messages = preflight.receive(guest.makefile("rb"), loopback.token)
+        assert "time" in next(messages)
+        assert sorted(next(messages)[0] for _ in range(8)) == ["reduce"] * 4 + ["torch"] * 4
+
+
+def test_torn_line(preflight: ModuleType, loopback: SimpleNamespace) -> None:
+    """A task to which task 0 has said something that it cannot read says that it has lost task 0."""
+
+    def answer(connection: socket.socket) -> None:
+        preflight.send(connection, loopback.token, {"time": 0})
+        connection.recv(4096)
+        connection.sendall(b"torn\n")
+
+    loopback.port = preflight.listen(0, answer)
+    with pytest.raises(ConnectionError, match="lost task 0 on node1"):
+        preflight.Guest(loopback).exchange("hello", "here")
+
+
 V100, H100, B200 = ("7.0", "Tesla V100-SXM2-32GB"), ("9.0", "NVIDIA H100 80GB HBM3"), ("10.0", "NVIDIA B200")
 # The rows of the table that nodes are looked up in, by UV_TORCH_BACKEND; the versions stand there.
 TABLE = load("verdict")
@@ -904,6 +1051,11 @@ NETWORKS: dict[str, tuple[list[dict], str, list[str]]] = {  # reports, status, w
     "no answer": (network({("node1", "node2"): None}), "WARN", ["node1 to node2 over eth0: TimeoutError"]),
     "not there": (network(EVEN, used="ib7"), "WARN", ["not measured over ib7; there are eth0, ib0"]),
     "one node": ([{"node": "node1", "network": {"interfaces": {}, "used": "", "rates": {}}}], "ok", ["one node"]),
+    "IPv6 alone": (
+        [{"node": f"node{n}", "network": {"interfaces": {}, "used": "", "rates": {}}} for n in (1, 2)],
+        "ok",
+        ["not measured: it needs IPv4"],
+    ),
 }
 
 

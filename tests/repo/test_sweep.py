@@ -7,15 +7,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from harness import outputs
+from harness import outputs, runs
 from harness.launchers import ROOT
-from harness.processes import wait_until
+from harness.processes import command_lines, end_processes, find_processes, wait_until
 
 SWEEP = ROOT / "sweep" / "sweep.py"
 # In the place of an example: the loss is --lr, in each of three epochs. With --hold an epoch ends when that file is
@@ -40,8 +40,11 @@ FUNCTION = (ROOT / "sweep" / "sweep.slurm").read_text().split("\nscontrol()")[1]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
-    """A function that starts a task of an array, the first or another; squeue says that 1 and 3 live."""
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """A function that starts a task of an array, the first or another; squeue says that 1 and 3 live.
+
+    A run.slurm that a task has started and left is an error, as it would be of any other run.
+    """
     (tmp_path / "example").mkdir()
     (tmp_path / "example" / "run.slurm").write_text(RUN)
     (tmp_path / "bin").mkdir()
@@ -52,12 +55,26 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
     def begin(task: int, *words: str) -> subprocess.Popen:
         path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
         variables = {"PATH": path, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(task)}
+        variables |= dict([marker(task).split("=")])
         script = f'scontrol(){FUNCTION}; export -f scontrol; exec "$@"'
         command = ["bash", "-c", script, "bash", sys.executable, str(SWEEP), *words]
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=tmp_path, env=os.environ | variables, stdout=pipe, stderr=pipe, text=True)
+        options = {"stdout": pipe, "stderr": pipe, "text": True}
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=os.environ | variables, **options))
+        return started[-1]
 
-    return begin
+    def marker(task: int) -> str:
+        return f"{runs.MARKER}={tmp_path.name}-{os.getpid()}-{task}"
+
+    begin.marker = marker
+    started: list[subprocess.Popen] = []
+    yield begin
+    left = [line for task in (1, 2, 3) for line in command_lines(find_processes(marker(task)))]
+    for task in (1, 2, 3):
+        end_processes(marker(task))
+    for process in started:
+        process.communicate(timeout=60)
+    assert not left, f"left running: {left}"
 
 
 def table(folder: Path) -> dict[int, dict[str, str]]:
@@ -78,7 +95,7 @@ def test_no_trial_is_lost(tmp_path: Path, start: Callable[..., subprocess.Popen]
     words += ["--", "--hold", str(tmp_path / "go")]
     killed, log = start(2, *words), tmp_path / "output/example/trial-000/metrics.csv"
     wait_until(lambda: log.exists() and len(log.read_text().splitlines()) == 2, 60, "the first epoch")
-    killed.kill()
+    end_processes(start.marker(2))  # with its run.slurm, as SLURM ends all of a task that is killed
     killed.communicate(timeout=60)
     shutil.move(tmp_path / "output/example/trial-000.log", tmp_path / "first.log")
 

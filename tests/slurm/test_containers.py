@@ -35,7 +35,7 @@ from harness.launchers import HOROVOD, ROOT, copy_example
 from harness.notebooks import Server, start
 from harness.runs import Reference, locked
 from lab import Lab, tree
-from lab.config import Plan
+from lab.config import STUDENT, Plan
 
 pytestmark = [pytest.mark.slurm, pytest.mark.runs("weekly"), pytest.mark.timeout(3600)]
 UNCOMPRESSED = "-noI -noD -noF -noX"
@@ -60,7 +60,7 @@ def why_not_here() -> str | None:
     try:
         pwd.getpwuid(int(Plan().account()["uid"]))
     except KeyError:
-        return f"needs an ordinary user who owns this folder, or is called student: {HERE}"
+        return f"needs an ordinary user who owns this folder, or is called {STUDENT}: {HERE}"
     return None
 
 
