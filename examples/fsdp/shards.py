@@ -109,7 +109,8 @@ def complete(args, progress, folder):
 def write_model(args, weights):
     """On rank 0, write the state dict of the whole model, and the sizes of the TinyGPT that it belongs to."""
     if dist.get_rank() == 0:
-        sizes = {"vocab": len(weights["token.weight"])}
+        # A model of your own may have another name for it.
+        sizes = {"vocab": len(weights["token.weight"])} if "token.weight" in weights else {}
         sizes |= {name: getattr(args, name) for name in ("context", "width", "heads", "layers")}
         write(args.output_dir / "model.json", lambda file: file.write(json.dumps(sizes).encode()))
         write(args.output_dir / "model.pt", lambda file: torch.save(weights, file))
