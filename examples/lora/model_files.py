@@ -238,7 +238,8 @@ def target_modules(args, model):
     kinds = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)  # the second is GPT-2's
     linear = {name: layer.weight for name, layer in model.named_modules() if isinstance(layer, kinds)}
     frozen = [name for name, weight in linear.items() if not weight.requires_grad]  # see check_logits
-    mamba = {"out_proj", "conv1d"} if "mamba" in model.config.model_type else set()  # peft refuses these
+    # peft refuses two of these, and of the third Mamba takes the weight alone, past the adapter.
+    mamba = {"out_proj", "conv1d", "dt_proj"} if "mamba" in model.config.model_type else set()
     known = {name.rpartition(".")[2] for name in linear} - mamba
     names = {name.strip() for name in args.target_modules.split(",")}
     if args.target_modules == "all-linear":
@@ -248,10 +249,11 @@ def target_modules(args, model):
         names = known - {name.rpartition(".")[2] for name in heads}
     if unknown := sorted(names - known):
         fail(f"--target-modules {', '.join(unknown)}: the model in {args.model_dir} has {', '.join(sorted(known))}")
-    if args.merge and any(linear[name] is model.get_input_embeddings().weight for name in linear if name in names):
+    chosen = {name: weight for name, weight in linear.items() if name.rpartition(".")[2] in names}
+    if args.merge and any(weight is model.get_input_embeddings().weight for weight in chosen.values()):
         fail("--target-modules with the output layer, whose weight is also the embedding's: leave it out with --merge")
     if frozen:
-        return [name for name, weight in linear.items() if weight.requires_grad and name.rpartition(".")[2] in names]
+        return [name for name, weight in chosen.items() if weight.requires_grad]
     return sorted(names)
 
 
