@@ -15,7 +15,6 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 
 import numpy as np
 import torch
@@ -210,8 +209,10 @@ def saved_tokens(path: str, vocabulary: int, kind: str | None = None) -> torch.T
             tokens = torch.from_file(str(path), size=size, dtype=getattr(torch, kind))
     except OSError as error:
         raise DataError(f"cannot read the tokens in {path}: {error.strerror or error}") from error
-    except (EOFError, RuntimeError, UnpicklingError) as error:
-        what = str(error).strip().partition("\n")[0]
+    except DataError:
+        raise
+    except Exception as error:  # a file of something else can raise almost anything
+        what = str(error).strip().partition("\n")[0] or repr(error)
         raise DataError(f"cannot read the tokens in {path}, as torch.save writes them: {what}") from error
     if not isinstance(tokens, torch.Tensor) or tokens.dim() != 1 or not len(tokens):
         found = f"a tensor of shape {tuple(tokens.shape)}" if isinstance(tokens, torch.Tensor) else repr(type(tokens))
