@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -295,6 +296,225 @@ def test_refused(example: str, folder: Path) -> None:
     run = runs.start(example, folder, 2, *words.split()).wait(120)
     text = "--batch-size 5 times 2 (gradient accumulation) is above the 8 samples of each process"
     refusals.assert_refused(run, 1, text)
+
+
+OWN_MODELS = """
+import os, sys
+import torch, train, plumbing, tensor_parallel
+from torch import nn
+from torch.nn import functional as F
+from common import models
+
+class Seen(models.Block):
+    def forward(self, x):
+        layers, size, normed = (self.query, self.key, self.value), (-1, self.head_width), self.norm1(x)
+        query, key, value = (layer(normed).unflatten(2, size).transpose(1, 2) for layer in layers)
+        mask = self.mask[: x.shape[1], : x.shape[1]].bool() if hasattr(self, "mask") else None
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+class Buffer(Seen):
+    def __init__(self, width, heads, kind=torch.float32):
+        super().__init__(width, heads)
+        self.register_buffer("mask", torch.tril(torch.ones(64, 64)).to(kind), persistent=False)
+
+class Bool(Buffer):
+    def __init__(self, width, heads):
+        super().__init__(width, heads, torch.bool)
+
+class Norm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], self.gamma)
+
+class Gamma(models.Block):
+    def __init__(self, width, heads):
+        super().__init__(width, heads)
+        self.norm2 = Norm(width)
+
+class Statistics(models.Block):
+    def __init__(self, width, heads):
+        super().__init__(width, heads)
+        self.count = nn.BatchNorm1d(width)
+
+class Unused(models.Block):
+    def __init__(self, width, heads):
+        super().__init__(width, heads)
+        self.other = nn.Linear(width, width)
+
+class Average(models.Block):
+    def forward(self, x):
+        return super().forward(x + x.mean(1, keepdim=True))
+
+def make(block):
+    class Own(models.TinyGPT):
+        def __init__(self, vocab, context, width, heads, layers):
+            super().__init__(vocab, context, width, heads, layers)
+            self.blocks = nn.Sequential(*[block(width, heads) for _ in range(layers)])
+    return Own
+
+def leave(status):
+    raise SystemExit(status)
+
+def set_buffers(model):
+    for buffer in model.buffers():
+        buffer.copy_(torch.tril(torch.ones(64, 64)))
+
+os._exit = leave
+args = train.parse_args()
+args.entropy = None
+device, mesh = train.setup(args)
+for kind in (models.Block, Seen, Buffer, Bool, Gamma, Statistics, Unused, Average, "set"):
+    train.TinyGPT = make(Buffer if kind == "set" else kind)
+    print("case", kind if kind == "set" else kind.__name__, flush=True)
+    model = train.build_model(args, mesh, device)
+    if kind == "set":
+        set_buffers(model)
+    args.parameters = sum(weight.numel() for weight in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=True)
+    train.initialise(model, 0)
+    try:
+        plumbing.print_mesh(args, model, {"step": 0})
+    except SystemExit:
+        continue
+    tokens, losses = torch.arange(32)[None] % 7, []
+    for _ in range(5):
+        loss = F.cross_entropy(model.train()(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        tensor_parallel.clip_grad_norm(model, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    print("trained" if losses[-1] < losses[0] else losses, flush=True)
+"""
+# What each of these models must print, beside the line on the mesh; a refused one is not trained.
+OWN_PRINT = {
+    "Block": "trained",
+    "Seen": "train.py: error: the model is not causal, its outputs depend on later tokens",
+    "Buffer": "train.py: error: the model's buffer blocks.0.mask has no values: make it in forward",
+    "Bool": "train.py: error: the model's buffer blocks.0.mask has no values: make it in forward",
+    "Gamma": "note: all values of blocks.0.norm2.gamma, blocks.1.norm2.gamma are 0",
+    "Statistics": "train.py: error: the model's buffer blocks.0.count.running_mean has no values",
+    "Unused": "trained",
+    "Average": "train.py: error: the model is not causal, its outputs depend on later tokens",
+    "set": "trained",
+}
+
+
+def test_own_models(example: str, folder: Path) -> None:
+    """An own model that sees later tokens, or whose buffers have no values, is refused; others are trained.
+
+    Blocks may be in an nn.Sequential, and may have weights that take no part; a weight that is 0 is named.
+    """
+    (folder / "own.py").write_text("import sys\nsys.argv[0] = 'train.py'\nsys.stderr = sys.stdout\n" + OWN_MODELS)
+    started = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    started |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    run = runs.Run(["python", "own.py", "--context", "32", "--width", "32"], folder, started).wait()
+    assert run.status == 0, run.stdout + run.stderr
+    printed = dict(re.findall(r"case (\w+)\n((?:(?!case ).*\n)*)", run.stdout))
+    for name, text in OWN_PRINT.items():
+        assert text in printed[name] and ("trained" in printed[name]) == ("error" not in text), (name, printed)
+
+
+def write_tiny(folder: Path, value: float | None = None, **sizes: int) -> None:
+    """Write a small TinyGPT with random weights, of which one may have another value, as train.py does."""
+    shape = {"vocab": 256, "context": 32, "width": 32, "heads": 4, "layers": 2} | sizes
+    model = TinyGPT(**shape)
+    if value is not None:
+        model.norm.weight.data[3] = value
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), folder / "model.pt")
+    (folder / "model.json").write_text(json.dumps(shape))
+
+
+SAMPLES: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
+    "not finished": (lambda folder: (folder / "model.json").unlink(), [], "there is no output/model.json: train.py"),
+    "no weights": (lambda folder: (folder / "model.pt").unlink(), [], "there is no output/model.pt: train.py"),
+    "jobs": (
+        lambda folder: folder.rename(folder.parent / "output2"),
+        ["--output-dir", "."],
+        "give --output-dir output2",
+    ),
+    "another width": (
+        lambda folder: write_tiny(folder / "other", width=64) or shutil.copy(folder / "other/model.json", folder),
+        [],
+        "has no model that can be read (Error(s) in loading",
+    ),
+    "more layers": (
+        lambda folder: write_tiny(folder / "other", layers=3) or shutil.copy(folder / "other/model.pt", folder),
+        [],
+        "has no model that can be read",
+    ),
+    "damaged": (lambda folder: os.truncate(folder / "model.pt", 999), [], "has no model that can be read"),
+    "nan": (lambda folder: write_tiny(folder, float("nan")), [], "norm.weight has values that are no numbers"),
+    "tokens": (lambda folder: write_tiny(folder, vocab=300), [], "has a model of 300 tokens"),
+    "few tokens": (lambda folder: write_tiny(folder, vocab=64), [], "has a model of 64 tokens"),
+    "empty": (lambda folder: None, ["--prompt", ""], "--prompt must have a letter"),
+    "surrogate": (lambda folder: None, ["--prompt", "caf\udce9"], "in UTF-8"),
+    "length": (lambda folder: None, ["--length", "-1"], "--length must be 1 or more"),
+    "hot": (lambda folder: None, ["--temperature", "inf"], "--temperature must be 0, or 0.01 or more"),
+    "small": (lambda folder: None, ["--temperature", "1e-42"], "--temperature must be 0, or 0.01 or more"),
+    "no number": (lambda folder: None, ["--temperature", "nan"], "--temperature must be 0, or 0.01 or more"),
+    "seed": (lambda folder: None, ["--seed", str(2**70)], "--seed must be from 0 to"),
+}
+
+
+@pytest.mark.parametrize("case", SAMPLES)
+def test_sample_refuses(
+    example: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    """sample.py refuses arguments that cannot work, and a model that is not whole or not of bytes, in one line."""
+    change, words, text = SAMPLES[case]
+    write_tiny(folder / "output")
+    change(folder / "output")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.argv", ["sample.py", *words])
+    with pytest.raises(SystemExit, match="2"):
+        outputs.import_file(folder / "sample.py").main()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert line.startswith("sample.py: error: ") and text in line
+
+
+GPT2 = {"vocab_size": 256, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "activation_function": "gelu"}
+OTHERS = {
+    "epsilon": ({"layer_norm_epsilon": 1e-6}, "have other outputs"),
+    "scaled by layer": ({"scale_attn_by_inverse_layer_idx": True}, "have other outputs"),
+    "not scaled": ({"scale_attn_weights": False}, "have other outputs"),
+    "output layer of its own": ({"tie_word_embeddings": False}, "have other outputs"),
+    "narrow": ({"n_inner": 64}, "exact gelu"),
+    "OpenAI's": ({"activation_function": "gelu_new"}, "exact gelu"),
+    "layer missing": ({"n_layer": 3}, "has no weights for transformer.h.2"),
+    "layer left out": ({"n_layer": 1}, "weights of further layers, such as transformer.h.1"),
+    "nan": ({}, "its outputs are no numbers"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_gpt2(example: str, folder: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """A GPT-2 that computes something else than a TinyGPT with its weights is refused, and so is half a one."""
+    import transformers
+
+    changed, text = OTHERS[case]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    program = outputs.import_file(folder / "hugging_face.py")
+    half = "layer" in case and "n_layer" in changed
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2 | ({} if half else changed)))
+    if case == "nan":
+        model.transformer.ln_f.weight.data[3] = float("nan")
+    model.save_pretrained(folder / "gpt")
+    if half:
+        config = json.loads((folder / "gpt/config.json").read_text()) | changed
+        (folder / "gpt/config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=text):
+        program.import_model(folder / "gpt", folder / "imported")
+    assert not (folder / "imported").exists()
+    write_tiny(folder / "output", float("inf"))
+    with pytest.raises(ValueError, match="its outputs are no numbers"):
+        program.export_model(folder / "output", folder / "exported")
 
 
 @pytest.mark.runs("weekly")

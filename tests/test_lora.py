@@ -1,5 +1,6 @@
 """What only lora promises: little is exchanged, the adapters are the model, dropout resumed, any script, messages."""
 
+import json
 import os
 import re
 import shutil
@@ -188,6 +189,7 @@ def arguments(folder: Path, **changed: object) -> Namespace:
     paths = {"model_dir": folder / "model", "text_file": folder / "text.txt", "output_dir": folder / "output"}
     numbers = {"context": 32, "batch_size": 4, "gradient_accumulation_steps": 1, "world_size": 2, "seed": 0}
     lora = {"lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": "all-linear", "full": False}
+    lora |= {"merge": False}
     others = {"precision": "fp32", "gradient_checkpointing": False, "resume": True, "epochs": 5, "scale_lr": None}
     return Namespace(**paths | numbers | lora | others | changed)
 
@@ -215,6 +217,16 @@ def with_another_token(folder: Path) -> None:
     tokenizer.save_pretrained(folder / "model")
 
 
+def only_unknown(path: Path) -> None:
+    """Leave of a tokenizer one token, which stands for each word that it does not know."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(path.parent)
+
+
 BROKEN: dict[str, tuple[Callable[[Path], object], dict[str, object], list[str]]] = {
     "no model": (
         lambda folder: shutil.rmtree(folder / "model"),
@@ -232,7 +244,19 @@ BROKEN: dict[str, tuple[Callable[[Path], object], dict[str, object], list[str]]]
         ["has no weights for", "layers.1.self_attn.q_proj"],
     ),
     "no text": (lambda folder: (folder / "text.txt").unlink(), {}, ["--text-file", "No such file"]),
-    "empty text": (lambda folder: (folder / "text.txt").write_text(""), {}, ["--text-file", "has 0 tokens"]),
+    "empty text": (lambda folder: (folder / "text.txt").write_text(""), {}, ["--text-file", "is empty"]),
+    "folder of texts": (lambda folder: None, {"text_file": Path("common")}, ["--text-file", "Is a directory"]),
+    "three bytes": (lambda folder: (folder / "text.txt").write_text("abc"), {}, ["3 tokens", "or --context 1"]),
+    "UTF-16": (
+        lambda folder: (folder / "text.txt").write_text("river " * 99, encoding="utf-16-le"),
+        {},
+        ["594 of the 1188 bytes are 0, as in UTF-16"],
+    ),
+    "unknown script": (
+        lambda folder: only_unknown(folder / "model/tokenizer.json"),
+        {},
+        ["tokens of", "are <unk>", "knows this script"],
+    ),
     "not UTF-8": (lambda folder: (folder / "text.txt").write_bytes(b"caf\xe9 " * 999), {}, ["is not UTF-8", "iconv"]),
     "too short": (lambda folder: (folder / "text.txt").write_text("river " * 9), {}, ["--text-file", "more than 64"]),
     "too few samples": (lambda folder: None, {"batch_size": 100}, ["--batch-size 100 is above", "of each process"]),
@@ -260,6 +284,333 @@ def test_bad_input(
         train.load_model(args)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert line.startswith("train.py: error: ") and all(text in line for text in texts), line
+
+
+SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"intermediate_size": 64, "max_position_embeddings": 256}
+NO_TOKENS = {f"{name}_token_id": 0 for name in ("bos", "eos", "pad")}
+GPT2 = {"vocab_size": 320, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+GPT2 |= {"bos_token_id": None, "eos_token_id": None}
+T5 = {"vocab_size": 320, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+BART = {"vocab_size": 320, "d_model": 32, "decoder_start_token_id": 0, "forced_eos_token_id": 0} | NO_TOKENS
+BART |= {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")}
+XLNET = {"vocab_size": 320, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}
+VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+GEMMA = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
+GEMMA3 = {"text_config": GEMMA, "vision_config": VISION | {"image_size": 28, "patch_size": 14}}
+GEMMA3 |= {"mm_tokens_per_image": 1, "image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7}
+
+
+def write_model(path: Path, name: str, **sizes: object) -> None:
+    """Write a model with random weights, of a class of transformers, in the place of the weights in a folder."""
+    import transformers
+
+    model = getattr(transformers, name)
+    torch.manual_seed(0)
+    (path / "model.safetensors").unlink(missing_ok=True)
+    model(model.config_class(**sizes)).save_pretrained(path)
+
+
+def change_config(path: Path, **changed: object) -> None:
+    """Change what a model's config.json says."""
+    config = json.loads((path / "config.json").read_text()) | changed
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def write_adapters(folder: Path, target: Path) -> None:
+    """Write adapters for a folder's model into another one."""
+    import peft
+
+    model = peft.get_peft_model(load(folder / "model"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(target)
+
+
+def instead_of_weights(folder: Path, name: str, content: bytes) -> None:
+    """Have another file in a folder in the place of its model's weights."""
+    (folder / "model/model.safetensors").unlink()
+    (folder / "model" / name).write_bytes(content)
+
+
+def into_parts(path: Path) -> None:
+    """Divide a model's weights into several files, of which one is missing."""
+    model = load(path)
+    (path / "model.safetensors").unlink()
+    model.save_pretrained(path, max_shard_size="4MB")
+    next(path.glob("model-00002*")).unlink()
+
+
+def with_nan(path: Path) -> None:
+    """Write the model in fp16, with one value that is no number."""
+    model = load(path).half()
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+    model.save_pretrained(path)
+
+
+def without_config(folder: Path, name: str) -> None:
+    """Move a folder's model so that there is no config.json at its place."""
+    (folder / "model").rename(folder / "moved")
+    (folder / "model").mkdir()
+    (folder / "moved").rename(folder / "model" / name)
+
+
+# What people have given as --model-dir instead of a causal model; see the reports in the comments.
+INSTEAD: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    # huggingface/transformers 25215
+    "adapters alone": (
+        lambda folder: (
+            write_adapters(folder, folder / "x"),
+            shutil.rmtree(folder / "model"),
+            (folder / "x").rename(folder / "model"),
+        ),
+        ["it has adapters alone", "their base model"],
+    ),
+    "adapters beside": (lambda folder: write_adapters(folder, folder / "model"), ["adapters beside a model", "merge"]),
+    "hub name": (lambda folder: shutil.rmtree(folder / "model"), ["and no such folder", "hf download"]),
+    "file": (
+        lambda folder: (shutil.rmtree(folder / "model"), (folder / "model").write_bytes(b"GGUF")),
+        ["it is a file", "config.json"],
+    ),
+    "GGUF": (lambda folder: instead_of_weights(folder, "m.Q4_K_M.gguf", b"GGUF"), ["m.Q4_K_M.gguf, of llama.cpp"]),
+    "Meta's format": (
+        lambda folder: (
+            without_config(folder, "x"),
+            shutil.rmtree(folder / "model/x"),
+            (folder / "model/consolidated.00.pth").touch(),
+        ),
+        ["Meta's or Mistral's own format"],
+    ),
+    "folder of the hub": (lambda folder: without_config(folder, "snapshots"), ["model/snapshots: give that folder"]),
+    # huggingface/diffusers 13559
+    "Git LFS": (
+        lambda folder: instead_of_weights(
+            folder, "model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n"
+        ),
+        ["model.safetensors only points to a file of Git LFS", "git lfs pull"],
+    ),
+    # sgl-project/sglang 32279
+    "part missing": (lambda folder: into_parts(folder / "model"), ["files of weights 1 are missing", "model-00002-of"]),
+    "T5": (
+        lambda folder: write_model(folder / "model", "T5ForConditionalGeneration", **T5),
+        ["T5ForCond", "no causal"],
+    ),
+    "BART": (lambda folder: write_model(folder / "model", "BartForConditionalGeneration", **BART), ["is no causal"]),
+    "images": (lambda folder: write_model(folder / "model", "ViTForImageClassification", **VISION), ["is no causal"]),
+    "ModernBERT": (
+        lambda folder: write_model(
+            folder / "model", "ModernBertForMaskedLM", **SIZES | NO_TOKENS | {"cls_token_id": 0, "sep_token_id": 0}
+        ),
+        ["ModernBertForMaskedLM, which is no causal"],
+    ),
+    "classifier": (
+        lambda folder: write_model(folder / "model", "LlamaForSequenceClassification", **SIZES),
+        ["no weights for lm_head.weight", "take a causal one"],
+    ),
+    "GPTQ": (
+        lambda folder: change_config(folder / "model", quantization_config={"quant_method": "gptq", "bits": 4}),
+        ["a quantised model (gptq)"],
+    ),
+    "FP8": (
+        lambda folder: change_config(folder / "model", quantization_config={"quant_method": "fp8"}),
+        ["a quantised model (fp8)"],
+    ),
+    "own code": (
+        lambda folder: change_config(folder / "model", model_type="own", auto_map={"AutoConfig": "own.Config"}),
+        ["needs code that transformers", "take another model"],
+    ),
+    "newer": (lambda folder: change_config(folder / "model", model_type="llama9"), ["needs code that transformers"]),
+    "wider": (lambda folder: change_config(folder / "model", hidden_size=512), ["shape is another one", "config.json"]),
+    "more layers": (
+        lambda folder: change_config(folder / "model", num_hidden_layers=5),
+        ["has no weights for", "copy"],
+    ),
+    "fewer layers": (
+        lambda folder: change_config(folder / "model", num_hidden_layers=3),
+        ["weights of further layers, such as model.layers.3."],
+    ),
+    "nan": (lambda folder: with_nan(folder / "model"), ["1 of its weights", "layers.1.mlp.up_proj.weight"]),
+    # huggingface/transformers 13818, 12704, 48745: models of a class "ForCausalLM" that see later tokens
+    "BERT": (
+        lambda folder: write_model(folder / "model", "BertForMaskedLM", **SIZES),
+        ["BertLMHeadModel is not causal"],
+    ),
+    "RoBERTa": (lambda folder: write_model(folder / "model", "RobertaForMaskedLM", **SIZES), ["is not causal"]),
+    "ELECTRA": (lambda folder: write_model(folder / "model", "ElectraForMaskedLM", **SIZES), ["is not causal"]),
+    "RoFormer": (lambda folder: write_model(folder / "model", "RoFormerForMaskedLM", **SIZES), ["is not causal"]),
+    "XLNet": (lambda folder: write_model(folder / "model", "XLNetLMHeadModel", **XLNET), ["is not causal"]),
+}
+
+
+@pytest.mark.parametrize("case", INSTEAD)
+def test_no_causal_model(
+    example: str, folder: Path, train: ModuleType, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    """A folder of anything but a causal model in fp32, fp16 or bf16 is one line, which says what is in there."""
+    change, texts = INSTEAD[case]
+    change(folder)
+    args = arguments(folder)
+    with pytest.raises(SystemExit, match="2"):
+        train.load_data(args)
+        train.load_model(args)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert line.startswith("train.py: error: --model-dir ") and all(text in line for text in texts), line
+
+
+# A model of each kind that people bring: its layers with adapters are all that are used for text.
+CAUSAL: dict[str, tuple[str, dict[str, object], set[str]]] = {
+    "GPT-2": ("GPT2LMHeadModel", GPT2, {"c_attn", "c_proj", "c_fc"}),  # Conv1D, and tied embeddings
+    "Qwen3": ("Qwen3ForCausalLM", GEMMA, {f"{name}_proj" for name in ("q", "k", "v", "o", "up", "gate", "down")}),
+    "experts": ("MixtralForCausalLM", SIZES | {"num_key_value_heads": 2, "num_local_experts": 4}, {"q_proj"}),
+    "images": ("Gemma3ForConditionalGeneration", GEMMA3, {"q_proj", "down_proj"}),  # axolotl 3500, FAI-RL 105
+    "Mamba": ("MambaForCausalLM", {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2}, {"in_proj"}),
+    "decoder": ("BertLMHeadModel", SIZES | {"is_decoder": True}, {"query", "dense"}),
+    "RoFormer": ("RoFormerForCausalLM", SIZES | {"is_decoder": True}, {"query", "dense"}),
+}
+
+
+@pytest.mark.parametrize("case", CAUSAL)
+def test_causal_model(
+    example: str, folder: Path, train: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """A causal model of any kind is trained: all adapters get gradients, and what is saved has the same logits."""
+    name, sizes, layers = CAUSAL[case]
+    write_model(folder / "model", name, **sizes)
+    monkeypatch.delitem(sys.modules, "generate", raising=False)
+    generate = outputs.import_file(folder / "generate.py")
+    args = arguments(folder, merge=True)
+    _, train_set, _ = train.load_data(args)
+    model = train.load_model(args)
+    optimizer = torch.optim.AdamW(train.trained_weights(model).values(), 0.01)
+    tokens, targets = train_set[[0, 1]]
+    losses = []
+    for _ in range(3):
+        logits = model.train()(tokens, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        losses.append(loss.item())
+        assert all(weight.grad is not None for weight in train.trained_weights(model).values())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in train.trained_weights(model)} >= layers
+    train.model_files.write_folder(folder / "adapter", model)
+    with torch.no_grad():
+        found = model.eval()(tokens, use_cache=False).logits
+        loaded = generate.load_adapters(load(folder / "model"), folder / "adapter").eval()
+        assert torch.allclose(loaded(tokens, use_cache=False).logits, found, atol=1e-4)
+        train.model_files.write_folder(folder / "merged", model.merge_and_unload())
+        assert torch.allclose(load(folder / "merged").eval()(tokens, use_cache=False).logits, found, atol=1e-4)
+
+
+def test_target_modules(example: str, folder: Path, train: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """--target-modules may have spaces; nothing, a pattern, and an output layer that cannot be merged are refused."""
+    args = arguments(folder)
+    train.load_data(args)
+    model = train.model_files.load_model(args, torch.float32)
+
+    def chosen(names: str, merge: bool = False) -> object:
+        return train.model_files.target_modules(
+            Namespace(**vars(args) | {"target_modules": names, "merge": merge}), model
+        )
+
+    assert chosen("v_proj, q_proj") == ["q_proj", "v_proj"] and chosen("all-linear") == "all-linear"
+    assert chosen("lm_head") == ["lm_head"]
+    for names in ("", ".*", "q_proj,embed_tokens", "q_proj v_proj", "Linear"):
+        with pytest.raises(SystemExit, match="2"):
+            chosen(names)
+        assert "--target-modules" in (line := capsys.readouterr().err) and "q_proj, up_proj" in line
+    with pytest.raises(SystemExit, match="2"):  # peft 2972: the merged model would be another one
+        chosen("lm_head,q_proj", merge=True)
+    assert "whose weight is also the embedding's" in capsys.readouterr().err
+
+
+def test_left_out_targets(example: str, folder: Path, train: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets of -100, which have no loss, do not count: the test loss is that of the others."""
+    monkeypatch.setattr(train.dist, "all_reduce", lambda sums: None)
+    model, device = load(folder / "model"), torch.device("cpu")
+    tokens = torch.arange(64).reshape(2, 32)
+    targets = (tokens + 1).clone()
+    targets[:, :24] = -100
+    found = train.evaluate(arguments(folder), model, [(tokens, targets)], device)
+    with torch.no_grad():
+        logits = model.eval()(tokens).logits[:, 24:]
+    loss = F.cross_entropy(logits.flatten(0, 1), targets[:, 24:].flatten()).item()
+    assert found["test_loss"] == pytest.approx(loss, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(2.718281828459045**loss, rel=1e-6)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(1e6)
+    assert train.evaluate(arguments(folder), model, [(tokens, targets)], device)["perplexity"] == float("inf")
+
+
+def wrong_adapters(folder: Path) -> None:
+    """Write adapters of a model that has one layer more."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig.from_pretrained(folder / "model", num_hidden_layers=5)
+    (folder / "other").mkdir()
+    LlamaForCausalLM(config).save_pretrained(folder / "other/model")
+    write_adapters(folder / "other", folder / "adapter")
+
+
+GENERATE: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
+    "empty": (lambda folder: None, ["--prompt", ""], "--prompt must have a letter"),  # transformers 3678, 13774
+    "surrogate": (lambda folder: None, ["--prompt", "caf\udce9"], "in UTF-8"),
+    "no tokens": (lambda folder: None, ["--max-new-tokens", "0"], "must be 1 or more, not 0"),
+    "negative": (lambda folder: None, ["--max-new-tokens", "-3"], "must be 1 or more, not -3"),
+    "long": (lambda folder: None, ["--prompt", "x" * 999], "the model can take 256 with those that it writes"),
+    "too many": (lambda folder: None, ["--max-new-tokens", "900"], "use --max-new-tokens 253 or fewer"),
+    "cold": (lambda folder: None, ["--temperature", "-1"], "--temperature must be 0, or 0.01 or more"),
+    "nan": (lambda folder: None, ["--temperature", "nan"], "--temperature must be 0, or 0.01 or more"),
+    "hot": (lambda folder: None, ["--temperature", "inf"], "--temperature must be 0, or 0.01 or more"),
+    "seed": (lambda folder: None, ["--seed", str(2**64)], "--seed must be from 0 to"),
+    "no folder": (lambda folder: None, ["--model-dir", "none"], "and no such folder"),
+    "no adapters": (lambda folder: None, ["--adapter", "none"], "cannot load none: "),
+    "no finished run": (lambda folder: (folder / "adapter").mkdir(), ["--adapter", "adapter"], "cannot load adapter: "),
+    "another model": (wrong_adapters, ["--adapter", "adapter"], "are of a model with other layers"),
+    "missing weight": (
+        lambda folder: without_a_weight(folder / "model/model.safetensors"),
+        [],
+        "has no weights for model.layers.1.self_attn.q_proj.weight",
+    ),
+    "BERT": (lambda folder: write_model(folder / "model", "BertForMaskedLM", **SIZES), [], "is not causal"),
+    "weights": (lambda folder: with_nan(folder / "model"), [], "outputs are no numbers"),
+    "tokenizer": (with_another_token, ["--prompt", "a river"], "its tokenizer has token"),
+}
+
+
+@pytest.mark.parametrize("case", GENERATE)
+def test_generate_refuses(
+    example: str,
+    folder: Path,
+    train: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    case: str,
+) -> None:
+    """generate.py refuses arguments that cannot work, and the models that train.py refuses, in one line."""
+    change, words, text = GENERATE[case]
+    change(folder)
+    monkeypatch.chdir(folder)
+    prompt = [] if "--prompt" in words else ["--prompt", "aaa"]
+    monkeypatch.setattr("sys.argv", ["generate.py", *prompt, *words])
+    with pytest.raises(SystemExit, match="2"):
+        outputs.import_file(folder / "generate.py").main()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert line.startswith("generate.py: error: ") and text in line
+
+
+@pytest.mark.parametrize("words", ["--vocabulary 256", "--vocabulary -1", f"--vocabulary {2**70}", "--seed -1",
+                                   f"--seed {2**64}", "--text-file none", "--text-file common"])  # fmt: skip
+def test_make_model_refuses(
+    example: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    """make_model.py refuses sizes that cannot work, and what is no text, in one line, and writes nothing."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr("sys.argv", ["make_model.py", "--folder", "new", *words.split()])
+    with pytest.raises(SystemExit, match="2"):
+        outputs.import_file(folder / "make_model.py").main()
+    assert f"make_model.py: error: {words.split()[0]}" in capsys.readouterr().err
+    assert not (folder / "new").exists()
 
 
 @pytest.mark.runs("weekly")  # test_bad_checkpoint shows that a process which refuses something ends the run

@@ -5,6 +5,7 @@ python hugging_face.py import --output-dir imported --folder gpt
 """
 
 import argparse
+import copy
 import json
 import os
 import shutil
@@ -76,6 +77,20 @@ def byte_tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
+@torch.no_grad()
+def check_same(ours, theirs):
+    """Raise ValueError if two models have other logits: one of them has something that the other lacks."""
+    tokens = torch.arange(min(8, ours.context)) % ours.token.num_embeddings
+    one = copy.deepcopy(ours).double().eval()(tokens[None])  # in fp64, where rounding hides nothing
+    other = copy.deepcopy(theirs).double().eval()(tokens[None]).logits
+    if not one.isfinite().all():
+        raise ValueError("its outputs are no numbers")
+    if (one - other).abs().max() > 1e-5 * one.abs().max():
+        raise ValueError(
+            "TinyGPT and GPT-2 with its weights have other outputs: it has settings that one of them lacks"
+        )
+
+
 def export_model(output_dir, target):
     """Write the model in an output folder of train.py as a folder that `transformers` loads."""
     shape = json.loads((output_dir / "model.json").read_text())
@@ -86,6 +101,9 @@ def export_model(output_dir, target):
     config = transformers.GPT2Config(vocab_size=len(weights["token.weight"]), **sizes, **dropout)
     model = transformers.GPT2LMHeadModel(config).to(weights["token.weight"].dtype)
     model.load_state_dict(export_weights(weights, shape["layers"]))
+    ours = TinyGPT(**shape).to(weights["token.weight"].dtype)
+    ours.load_state_dict(weights)
+    check_same(ours, model)
     model.save_pretrained(target)
     if config.vocab_size == 256:  # else the tokens are your own
         byte_tokenizer().save_pretrained(target)
@@ -97,11 +115,18 @@ def import_model(folder, target):
     known = config.model_type == "gpt2" and config.activation_function == "gelu"
     if not known or config.n_inner not in (None, 4 * config.n_embd):
         raise ValueError("its config.json is not of a GPT-2 with the exact gelu, as `export` writes it")
-    model = transformers.GPT2LMHeadModel.from_pretrained(folder, local_files_only=True, dtype="auto")
+    load = transformers.GPT2LMHeadModel.from_pretrained
+    model, loaded = load(folder, local_files_only=True, dtype="auto", output_loading_info=True)
+    if loaded["missing_keys"]:  # these would be random
+        raise ValueError(f"it has no weights for {min(loaded['missing_keys'])}")
+    if further := [name for name in loaded["unexpected_keys"] if ".h." in name and "attn.bias" not in name]:
+        raise ValueError(f"it has weights of further layers, such as {further[0]}, which its config.json does not name")
     shape = {"context": config.n_positions, "width": config.n_embd, "heads": config.n_head, "layers": config.n_layer}
     shape |= {"vocab": config.vocab_size}
     weights = import_weights(model.state_dict(), config.n_layer)
-    TinyGPT(**shape).load_state_dict(weights)
+    ours = TinyGPT(**shape).to(model.dtype)
+    ours.load_state_dict(weights)
+    check_same(ours, model)
     target.mkdir(parents=True)
     torch.save(weights, target / "model.pt")
     (target / "model.json").write_text(json.dumps(shape))

@@ -420,8 +420,49 @@ def print_header(args, what, device, progress):
         print(f"continuing after epoch {epochs} of {args.epochs}" + f", step {step}" * (step > 0))
 
 
+def without_values(model, device):
+    """Return the model with memory for its shards; buffers are marked as unset, for check_model to find."""
+    model = model.to_empty(device=device)
+    for buffer in model.buffers():
+        buffer.fill_(unset(buffer))
+    return model
+
+
+def unset(buffer):
+    """Return the number that marks a buffer without values."""
+    return float("nan") if buffer.is_floating_point() else 0
+
+
+@torch.no_grad()
+def check_model(args, model, progress):
+    """Refuse a model of which something has no first value, or that sees the tokens which it has to predict."""
+    for name, buffer in model.named_buffers():
+        if buffer.isnan().all() if buffer.is_floating_point() else not buffer.any():
+            advice = "make it in forward, or give it its values at the end of build_model"
+            fail(f"the model's buffer {name} has no values: {advice}")
+    weights = {name: weight for name, weight in model.named_parameters() if not name.endswith("bias")}
+    values = torch.stack([weight.to_local().count_nonzero() for weight in weights.values()])
+    dist.all_reduce(values)
+    zero = [name for name, value in zip(weights, values.tolist(), strict=True) if value == 0]
+    if zero and rank() == 0 and not progress["step"]:
+        print(f"note: all values of {', '.join(zero[:5])} are 0: initialise() gives weights others by their names")
+    length = min(4, args.context)
+    if length == 1:
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    one, other = (model.eval()(torch.tensor([[1, 2, 3][: length - 1] + [last]], device=device)) for last in (0, 1))
+    model.reshard()  # else the weights that are in no block would stay gathered until the first step
+    if not one.isfinite().all():
+        fail("the model's outputs are no numbers before the first step: look at the first values in initialise()")
+    # Both are computed in the same way, but where tokens share a matrix product, as with a mixture of experts.
+    rounding = 0.02 if args.precision == "bf16" else 1e-4
+    if (one - other)[:, :-1].abs().max() > rounding * one.abs().max():
+        fail("the model is not causal, its outputs depend on later tokens, which it has to predict: is there no mask?")
+
+
 def print_mesh(args, model, progress):
     """Print how the model is divided and, if the text is a random source, the lowest loss that there can be."""
+    check_model(args, model, progress)
     if dist.get_rank() > 0:
         return
     own = sum(weight.to_local().numel() for weight in model.parameters())

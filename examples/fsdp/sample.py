@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 from pathlib import Path
 
@@ -19,15 +20,26 @@ def parse_args():
     parser.add_argument("--temperature", type=float, default=0.8, help="1: as the model says; 0: the likeliest")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives another text")
     args = parser.parse_args()
-    if args.length < 1 or not args.temperature >= 0 or not args.prompt:
-        parser.error("--length must be 1 or more, --temperature 0 or more, and --prompt must have a letter")
+    if args.length < 1 or not args.prompt or any("\ud800" <= letter <= "\udfff" for letter in args.prompt):
+        parser.error("--length must be 1 or more, and --prompt must have a letter, in UTF-8")
+    if args.temperature and not 0.01 <= args.temperature < math.inf:
+        parser.error(f"--temperature must be 0, or 0.01 or more, not {args.temperature}")
+    if not 0 <= args.seed < 2**63:
+        parser.error(f"--seed must be from 0 to {2**63 - 1}, not {args.seed}")
     try:
         model = TinyGPT(**json.loads((args.output_dir / "model.json").read_text()))
         model.load_state_dict(torch.load(args.output_dir / "model.pt", weights_only=True))
     except FileNotFoundError as error:
-        parser.error(f"there is no {error.filename}: train.py writes it at the end of a run")
+        others = sorted(args.output_dir.glob("*/model.json"))
+        advice = f"give --output-dir {others[-1].parent}" if others else "train.py writes it at the end of a run"
+        parser.error(f"there is no {error.filename}: {advice}")
     except Exception as error:  # a damaged file can raise almost anything
-        parser.error(f"{args.output_dir} has no model that can be read ({error!r}): train it again with --resume")
+        what = str(error).strip().partition("\n")[0] or repr(error)
+        parser.error(f"{args.output_dir} has no model that can be read ({what}): train it again with --resume")
+    if (vocabulary := model.token.num_embeddings) != 256:
+        parser.error(f"{args.output_dir} has a model of {vocabulary} tokens: sample.py knows only those of 256 bytes")
+    if wrong := [name for name, weight in model.named_parameters() if not weight.isfinite().all()]:
+        parser.error(f"{args.output_dir / 'model.pt'}: {wrong[0]} has values that are no numbers: use a lower --lr")
     return args, model.eval()
 
 

@@ -119,7 +119,8 @@ def write_model(args, weights):
     """
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     if dist.get_rank() == 0:
-        sizes = {"vocab": len(weights["token.weight"])}
+        # A model of your own may have another name for it.
+        sizes = {"vocab": len(weights["token.weight"])} if "token.weight" in weights else {}
         sizes |= {name: getattr(args, name) for name in ("context", "width", "heads", "layers")}
         write(args.output_dir / "model.json", lambda file: file.write(json.dumps(sizes).encode()))
         write(args.output_dir / "model.pt", lambda file: torch.save(weights, file))

@@ -30,13 +30,13 @@ def clip_grad_norm(model, limit):
 
     PyTorch's own function cannot add up norms of weights that are split over both dimensions of the mesh and over one.
     """
-    squares = 0
-    for weight in model.parameters():
+    squares, weights = 0, [weight for weight in model.parameters() if weight.grad is not None]
+    for weight in weights:
         split = zip(weight.device_mesh.shape, weight.placements, strict=True)
         shards = math.prod(size for size, placement in split if not placement.is_replicate())
         # What several processes hold, as a LayerNorm with tensor parallelism, would count several times.
         squares += weight.grad.to_local().square().sum() * shards / dist.get_world_size()
     dist.all_reduce(squares)
     factor = (limit / (squares.sqrt() + 1e-6)).clamp(max=1)
-    for weight in model.parameters():
+    for weight in weights:
         weight.grad.to_local().mul_(factor)

@@ -200,7 +200,7 @@ def build_model(args, mesh, device):
             part.forward = functools.partial(recompute, part.forward, use_reentrant=False)
         # fsdp: a block's weights are gathered just before it computes, and freed right after
         fully_shard(part, mesh=mesh["data"], mp_policy=MixedPrecisionPolicy(**half), offload_policy=offload)
-    return model.to_empty(device="cpu" if args.cpu_offload else device)
+    return plumbing.without_values(model, "cpu" if args.cpu_offload else device)
 
 
 @torch.no_grad()

@@ -120,7 +120,7 @@ def print_epoch(args, progress):
     row = progress["history"][-1]
     losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
     losses += f" (floor {args.entropy:.4f})" if args.entropy else ""
-    losses += f" | perplexity {math.exp(min(700, row['test_loss'])):.2f} per byte"
+    losses += f" | perplexity {math.exp(row['test_loss']):.2f} per byte" if row["test_loss"] < 709 else ""
     speed = f"{row['tokens_per_second']:6.0f} tokens/s | {row['seconds']:6.2f} s"
     print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | {speed}")
 

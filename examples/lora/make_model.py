@@ -14,6 +14,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from common import data
+
 END = "<|end|>"  # the token that ends a text
 
 
@@ -52,13 +54,17 @@ def main():
     parser.add_argument("--vocabulary", type=int, default=320, help="number of tokens, at most")
     parser.add_argument("--seed", type=int, default=0, help="seed for the random weights")
     args = parser.parse_args()
+    if not 257 <= args.vocabulary <= 10**6:
+        parser.error(f"--vocabulary must be from 257, the bytes and {END}, to a million, not {args.vocabulary}")
+    if not 0 <= args.seed < 2**63:
+        parser.error(f"--seed must be from 0 to {2**63 - 1}, not {args.seed}")
     if args.folder.exists():
         print(f"{args.folder} is there already: nothing was written")
         return
     try:
-        text = args.text_file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        parser.error(f"cannot read --text-file {args.text_file} ({error})")
+        text = data.read_text(args.text_file).decode(errors="ignore")
+    except data.DataError as error:
+        parser.error(f"--text-file: {error}")
     tokenizer = make_tokenizer(text, args.vocabulary)
     torch.manual_seed(args.seed)
     model = make_model(len(tokenizer), tokenizer.eos_token_id)

@@ -149,10 +149,10 @@ def evaluate(args, model, test_loader, device):
             logits = model(tokens, use_cache=False).logits
         losses = F.cross_entropy(logits.flatten(0, 1).to(DTYPES[args.precision]), targets.flatten(), reduction="none")
         sums[0] += losses.double().sum()
-        sums[1] += targets.numel()
+        sums[1] += (targets != -100).sum()  # cross_entropy leaves out what is -100
     dist.all_reduce(sums)  # ddp: sum over all processes; the mean of their perplexities would be another number
-    loss_sum, count = sums.tolist()
-    return {"test_loss": loss_sum / count, "perplexity": math.exp(min(700, loss_sum / count))}
+    loss = (sums[0] / sums[1]).item()
+    return {"test_loss": loss, "perplexity": math.exp(loss) if loss < 709 else math.inf}
 
 
 def load_data(args):

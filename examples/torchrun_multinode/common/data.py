@@ -10,6 +10,7 @@ with values from 0 to 16, here in a fixed random order: 1,438 for training and 3
 
 import argparse
 import bisect
+import codecs
 import os
 import tempfile
 from collections.abc import Sequence
@@ -22,6 +23,9 @@ from torch.utils.data import Dataset
 
 DOWNLOADS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}  # torchvision's names of their class and folder
 NAMES = ("digits", *DOWNLOADS, "synthetic")
+# How files begin that are given as a text by mistake.
+NO_TEXT = {b"\x1f\x8b": "compressed (gzip)", b"PK\x03\x04": "a zip file (.zip, .docx, .epub)", b"%PDF": "a PDF"}
+NO_TEXT |= {b"BZh": "compressed (bzip2)", b"\xfd7zXZ": "compressed (xz)", b"(\xb5/\xfd": "compressed (zstd)"}
 
 
 class DataError(Exception):
@@ -142,7 +146,8 @@ class Tokens(Dataset):
     def __init__(self, tokens: torch.Tensor, length: int) -> None:
         """Keep tokens (N,), uint8, cut into windows of T = `length`; raises DataError if not one fits."""
         if len(tokens) <= length:
-            raise DataError(f"{len(tokens)} tokens are too few for one window of {length}: use a longer text")
+            advice = "use a longer text, or a smaller --context"
+            raise DataError(f"{len(tokens)} tokens are too few for one window of {length}: {advice}")
         self.windows = tokens.unfold(0, length + 1, length)  # a view: no copy is made
 
     def __len__(self) -> int:
@@ -153,10 +158,10 @@ class Tokens(Dataset):
         return windows[:, :-1], windows[:, 1:]
 
 
-def text_tokens(path: str) -> torch.Tensor:
-    """Return the bytes of a text file as tokens (N,), uint8: any language, since UTF-8 is bytes.
+def read_text(path: str) -> bytes:
+    """Return the content of a text file; its last letter may be cut off.
 
-    Raises DataError if the file is missing, unreadable or empty.
+    Raises DataError if the file is missing, unreadable or empty, or if it is no text in UTF-8.
     """
     try:
         content = Path(path).read_bytes()
@@ -164,15 +169,86 @@ def text_tokens(path: str) -> torch.Tensor:
         raise DataError(f"cannot read the text file {path}: {error.strerror}") from error
     if not content:
         raise DataError(f"the text file {path} is empty")
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    kind = next((kind for start, kind in NO_TEXT.items() if content.startswith(start)), None)
+    if kind:
+        raise DataError(f"{path} is {kind} and no text: take the text out of it, into a file in UTF-8")
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, len(content), 2**20):  # in parts, since a string takes up to four times the memory
+        try:
+            decoder.decode(content[start : start + 2**20])
+        except UnicodeDecodeError as error:
+            advice = "convert it with iconv -f ENCODING -t UTF-8"
+            raise DataError(f"the text file {path} is not UTF-8 ({error}): {advice}") from error
+    if zeros := content.count(0):
+        what = f"{zeros} of the {len(content)} bytes are 0, as in UTF-16 or in a binary file"
+        raise DataError(f"{path} is no text in UTF-8 ({what}): convert it with iconv -f UTF-16LE -t UTF-8")
+    return content
+
+
+def text_tokens(path: str) -> torch.Tensor:
+    """Return the bytes of a text file as tokens (N,), uint8: any language, since UTF-8 is bytes.
+
+    Raises DataError as read_text does.
+    """
+    return torch.frombuffer(bytearray(read_text(path)), dtype=torch.uint8)
+
+
+def saved_tokens(path: str, vocabulary: int, kind: str | None = None) -> torch.Tensor:
+    """Return the tokens (N,) of a file that torch.save or, with a `kind` such as "int32", numpy's tofile has written.
+
+    A file of a `kind` is mapped into memory: its pages are read when a batch needs them. Raises DataError if these are
+    no whole numbers from 0 to below `vocabulary`, the number of tokens that the model knows.
+    """
+    try:
+        if kind is None:
+            tokens = torch.load(path, weights_only=True)
+        else:
+            size, rest = divmod(os.stat(path).st_size, np.dtype(kind).itemsize)
+            if rest or not size:
+                raise DataError(f"{path} has {os.stat(path).st_size} bytes, which is no whole number of {kind} numbers")
+            tokens = torch.from_file(str(path), size=size, dtype=getattr(torch, kind))
+    except OSError as error:
+        raise DataError(f"cannot read the tokens in {path}: {error.strerror or error}") from error
+    except DataError:
+        raise
+    except Exception as error:  # a file of something else can raise almost anything
+        what = str(error).strip().partition("\n")[0] or repr(error)
+        raise DataError(f"cannot read the tokens in {path}, as torch.save writes them: {what}") from error
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() != 1 or not len(tokens):
+        found = f"a tensor of shape {tuple(tokens.shape)}" if isinstance(tokens, torch.Tensor) else repr(type(tokens))
+        raise DataError(f"{path} has {found}: tokens are one tensor with one dimension, tensor.flatten()")
+    if tokens.dtype.is_floating_point or tokens.dtype in (torch.bool, torch.complex64, torch.complex128):
+        raise DataError(f"{path} has numbers of {tokens.dtype}: tokens are whole numbers, such as torch.int32")
+    least, most = token_range(tokens)
+    if least < 0 or most >= vocabulary:
+        wrong = least if least < 0 else most
+        advice = "is it of another tokenizer, of another type of numbers, or a text?"
+        raise DataError(f"{path} has token {wrong}, and tokens are 0 to {vocabulary - 1}: {advice}")
+    first = tokens[:4096].numpy()
+    if kind and len(first) > 64 and not first[1::2].any() and first[::2].any():
+        raise DataError(f"every second number in {path} is 0: it has larger numbers than {kind}, such as int64")
+    return tokens
+
+
+def token_range(tokens: torch.Tensor) -> tuple[int, int]:
+    """Return the least and the largest token; of more than 134 million, those in 128 parts spread over them."""
+    part = 2**20
+    starts = range(0, len(tokens), part)
+    if len(starts) > 128:
+        starts = np.linspace(0, len(tokens) - part, 128).astype(int).tolist()
+    parts = [tokens[start : start + part].numpy() for start in starts]
+    return min(int(one.min()) for one in parts), max(int(one.max()) for one in parts)
 
 
 def markov_tokens(size: int, symbols: int = 32, seed: int = 0) -> tuple[torch.Tensor, float]:
     """Return `size` tokens (size,), uint8, of a random first-order Markov chain, and its entropy in nats a token.
 
     No model can predict the next token with a lower mean loss than the entropy rate, the stationary mean of the
-    entropies of the rows of the transition matrix (Shannon 1948): the loss has a floor to be compared with.
+    entropies of the rows of the transition matrix (Shannon 1948): the loss has a floor to be compared with. Raises
+    DataError if `size` is absurd.
     """
+    if size > 10**9:
+        raise DataError(f"{size} random tokens would take hours to make: use at most {10**9}")
     generator = torch.Generator().manual_seed(seed)
     matrix = torch.randn(symbols, symbols, generator=generator, dtype=torch.float64).mul_(2).softmax(1)
     stationary = torch.linalg.matrix_power(matrix, 1024)[0]
