@@ -104,7 +104,7 @@ def test_bad_input(example: str, folder: Path, reference: Reference) -> None:
     cases = {
         ("--model-of", "none"): "there is no none/run.json",
         ("--images", "empty"): "has no image",
-        ("--data-dir", "empty"): "has 0 classes, the model has 6",
+        ("--data-dir", "empty"): "empty/train is not a folder CLASS/*.jpg",
         ("--images", "few"): "few/002.png is damaged",
     }
     for words, text in cases.items():

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torchvision import models
 
 from common.data import DataError
+from image_files import what_it_is
 
 NAMES = models.list_models(module=models)
 
@@ -41,41 +42,113 @@ def load_weights(model, name, path, new_head):
     With `new_head` the last layer keeps its weights if the file has other classes. Raises DataError if the file cannot
     be read or does not fit.
     """
-    try:
-        weights = torch.load(path, map_location="cpu", weights_only=True)
-        # Of torchvision's files some are older than its modules: other names in DenseNet, outputs that are left out
-        # here, and no count of batches in BatchNorm.
-        old_name = r"(denselayer\d+\.(?:norm|conv))\.([12]\.)"
-        weights = {re.sub(old_name, r"\1\2", key): w for key, w in weights.items() if not key.lower().startswith("aux")}
-        own = model.state_dict()
-        different = [key for key in own if key in weights and weights[key].shape != own[key].shape]
-        missing = sorted(key for key in own.keys() ^ weights.keys() if not key.endswith("num_batches_tracked"))
-    except Exception as error:  # what is no state dict makes torch.load raise almost anything
-        reason = " ".join(str(error).split())[:100]
-        raise DataError(f"--weights {path} cannot be read ({reason}): it must be a state dict of {name}") from None
-    head = list(own)[-1].rpartition(".")[0]  # the name of the last layer
-    other = [*missing, *[key for key in different if not key.startswith(f"{head}.")]]
-    if other:
-        raise DataError(f"--weights {path} is not of {name}, see {other[0]}: choose the --model that it is of")
+    own = model.state_dict()
+    weights = adapt_names(read_weights(path, name), own)
+    if text := compare(own, weights):
+        raise DataError(f"--weights {path} is not of {name}: {text}. Choose the --model that it is of")
+    different = [key for key in own if key in weights and weights[key].shape != own[key].shape]
     if different and not new_head:
         theirs, ours = (len(tensors[different[-1]]) for tensors in (weights, own))
         raise DataError(
             f"--weights {path} is for {theirs} classes, and --data-dir has {ours}: with --new-head the last layer "
             "starts anew"
         )
+    if bad := [key for key, weight in weights.items() if not weight.isfinite().all()]:
+        raise DataError(f"--weights {path} has numbers that are not finite, in {bad[0]}: of a run that went wrong")
     kept = {key: weight for key, weight in weights.items() if key not in different}
     model.load_state_dict(kept, strict=False)
 
 
+def read_weights(path, name):
+    """Return the state dict in a file: one of its own, or that in a checkpoint, such as our checkpoint.pt."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(99)
+        reason = what_it_is(start)
+        if start[8:9] == b"{":  # after the length of a header in JSON
+            reason = "it is of safetensors: torch.save(safetensors.torch.load_file(FILE), path) writes it anew"
+        content = None if reason else torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # what is no state dict makes torch.load raise almost anything
+        reason = " ".join(str(error).split())[:100]
+        if re.search("Unsupported global|TorchScript", str(error)):  # its own text is how to run any code in the file
+            reason = "it has more than weights: load it where it was made, and save only model.state_dict()"
+        elif "Weights only" in str(error):
+            reason = "it is no file of torch.save"
+    names = ("state_dict", "model", "model_state_dict", "model_state")
+    while not reason and isinstance(content, dict) and not is_state_dict(content):
+        content = next((content[key] for key in names if isinstance(content.get(key), dict)), None)
+    if reason or not content or not isinstance(content, dict):
+        reason = reason or "there are no weights in it, as far as can be seen"
+        raise DataError(f"--weights {path} cannot be read ({reason}): it must be a state dict of {name}")
+    return content
+
+
+def is_state_dict(content):
+    """Return whether a dict has tensors only, by name."""
+    return all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in content.items())
+
+
+def adapt_names(weights, own):
+    """Return the weights in a file by the names of `own`, where these differ in a way that is known."""
+    # Of torchvision's files some are older than its modules: other names in DenseNet, outputs that are left out here,
+    # and no count of batches in BatchNorm.
+    old_name = r"(denselayer\d+\.(?:norm|conv))\.([12]\.)"
+    weights = {re.sub(old_name, r"\1\2", key): w for key, w in weights.items() if not key.lower().startswith("aux")}
+    weights = {key.replace("_orig_mod.", ""): weight for key, weight in weights.items()}  # of torch.compile
+    for prefix in ("module.", "model.", "module."):  # of DistributedDataParallel, of Lightning and others
+        if all(key.startswith(prefix) for key in weights) and not any(key.startswith(prefix) for key in own):
+            weights = {key.removeprefix(prefix): weight for key, weight in weights.items()}
+    return weights
+
+
+def compare(own, weights):
+    """Return how a model's state dict and that of a file differ, as text, or None: other classes are no difference.
+
+    Other classes mean that one layer has another number of outputs. A count of batches may be missing.
+    """
+    sides = []
+    for who, part, rest in (("the model", own, weights), ("the file", weights, own)):
+        alone = [key for key in part if key not in rest and not key.endswith("num_batches_tracked")]
+        sides += [f"{who} has {alone[0]} {tuple(part[alone[0]].shape)}, the other has not"] if alone else []
+    if sides:
+        return "; ".join(sides)
+    for key in own:
+        if key in weights and own[key].is_floating_point() != weights[key].is_floating_point():
+            return f"{key} is {own[key].dtype} in the model, {weights[key].dtype} in the file"
+    different = [key for key in own if key in weights and own[key].shape != weights[key].shape]
+    layers = {key.rpartition(".")[0] for key in different}
+    if len(layers) > 1 or any(own[key].shape[1:] != weights[key].shape[1:] for key in different):
+        key = different[0]
+        return f"{key} is {tuple(own[key].shape)} in the model, {tuple(weights[key].shape)} in the file"
+    return None
+
+
 def average_statistics(model):
-    """Average BatchNorm's running statistics, with which a model is evaluated, over all processes."""
-    running = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    if running and dist.get_world_size() > 1:
+    """Make the buffers with which a model is evaluated the same in all processes, if they are no whole numbers.
+
+    Running statistics, of BatchNorm or InstanceNorm, become their mean over all processes. Any other buffer, such as a
+    mask, becomes that of rank 0, as DDP itself would do it: what is no statistics has no mean that makes sense.
+    """
+    if dist.get_world_size() == 1:
+        return
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    running = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
+    known = {id(buffer) for buffer in running}
+    others = [buffer for buffer in model.buffers() if buffer.is_floating_point() and id(buffer) not in known]
+    if running:
         flat = torch.cat([buffer.flatten() for buffer in running])  # one message instead of dozens
         dist.all_reduce(flat)
-        means = (flat / dist.get_world_size()).split([buffer.numel() for buffer in running])
-        for buffer, mean in zip(running, means, strict=True):
-            buffer.copy_(mean.view_as(buffer))
+        fill(running, flat / dist.get_world_size())
+    if others:
+        flat = torch.cat([buffer.flatten() for buffer in others])
+        dist.broadcast(flat, 0)
+        fill(others, flat)
+
+
+def fill(buffers, flat):
+    """Copy the numbers in `flat` into the buffers, one after the other."""
+    for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(part.view_as(buffer))
 
 
 def compute_blocks_twice(model):
@@ -103,15 +176,16 @@ def find_blocks(module):
 
 
 def first_and_second(block):
-    """Return a context for each computation of a block: in the second BatchNorm's statistics are not updated again."""
+    """Return a context for each computation of a block: in the second, no statistics are updated again."""
     return contextlib.nullcontext(), without_statistics(block)
 
 
 @contextlib.contextmanager
 def without_statistics(block):
-    """Leave the running statistics of a block's BatchNorm layers as they are."""
-    norms = [module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms if norm.training]
+    """Leave the running statistics of a block, of BatchNorm or InstanceNorm, as they are."""
+    norms = [module for module in block.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    norms = [norm for norm in norms if norm.training and norm.track_running_stats]
+    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm, _, count in before:
         norm.momentum, norm.num_batches_tracked = 0.0, count.clone()
     try:

@@ -3,24 +3,33 @@
     FOLDER/train/CLASS/NAME.jpg    FOLDER/val/CLASS/NAME.jpg    (also .jpeg, .png and .webp)
 
 `tar -cf images.tar images` makes the tar: one large file, which a parallel file system reads far faster than many
-small ones. Where it would not fit on a node's disk: a folder of several, which are read where they are.
+small ones. Where it would not fit on a node's disk: a folder of several, which are read where they are. Hidden names
+are left out, and what has another ending; links are followed, and a folder is entered once. `Listing` says it all.
+
+`python image_files.py FOLDER` (or a tar) decodes all images at any depth, and names each one that is damaged.
 """
 
+import argparse
 import contextlib
 import ctypes
 import functools
+import heapq
 import os
+import posixpath
 import shutil
 import signal
+import sys
 import tarfile
 import tempfile
-from pathlib import Path, PurePosixPath
+import unicodedata
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
-from torchvision.datasets import ImageFolder
+from torch.utils.data import DataLoader, Dataset
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
@@ -28,8 +37,20 @@ from common.data import DataError
 
 PARTS = ("train", "val")
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
+HIDDEN = ("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN")  # beside names that begin with a dot
 BITS = 48  # of an offset in a tar
+LARGEST = 4096  # --image-size: what has more pixels is cut into tiles beforehand
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, with which torchvision's weights were trained
+
+KINDS = {  # how the content of a file begins that is no image, or none that is read here
+    b"version https://git-lfs": "it is a pointer of Git LFS: git lfs pull fetches the file",
+    b"<": "it is a web page",
+    b"\0\x05\x16\x07": "it is a companion file of macOS",
+    b"BM": "it is a BMP file",
+    b"II*\0": "it is a TIFF file",
+    b"MM\0*": "it is a TIFF file",
+    b"\0\0\0\x0cjP": "it is a JPEG 2000 file",
+}
 
 
 def train_transform(size):
@@ -57,6 +78,37 @@ def mean_and_std(device, dtype):
     return [torch.tensor(values, device=device, dtype=dtype).view(1, 3, 1, 1) * 255 for values in (MEAN, STD)]
 
 
+def what_it_is(content):
+    """Return what a file is that cannot be read, by how it begins, or None if that is not known."""
+    if not content:
+        return "it is empty"
+    if content[4:8] == b"ftyp":
+        return "it is an AVIF or HEIC file"
+    if content[:4] == b"RIFF" and b"ANIM" in content[:64]:
+        return "it has several frames"
+    return next((kind for start, kind in KINDS.items() if content[:99].lstrip().startswith(start)), None)
+
+
+def decode(content):
+    """Return the image (3, H, W), uint8, that is the content of a file; a ValueError says why there is none."""
+    try:
+        encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        image = decode_image(encoded, ImageReadMode.RGB, apply_exif_orientation=True)
+    except (RuntimeError, ValueError):
+        raise ValueError(what_it_is(content) or "it cannot be decoded") from None
+    if image.dim() == 4:  # an animated GIF
+        raise ValueError("it has several frames")
+    if image.dtype == torch.uint16:  # a PNG of 16 bits for each colour
+        image = ((image.int() + 128) // 257).byte()
+    return image
+
+
+def shown(path):
+    """Return a path as text for one line of any terminal: what is no text in UTF-8, or ends a line, is escaped."""
+    text = os.fsencode(path).decode(errors="backslashreplace")
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
 class Images(Dataset):
     """Labelled image files, decoded when they are asked for.
 
@@ -80,22 +132,45 @@ class Images(Dataset):
 
     def __getitem__(self, key):
         index, seed = key if isinstance(key, tuple) else (key, 0)
-        path = os.fsdecode(self.paths[index])
+        image = self.read(index)
+        # v2 uses this process's random numbers. torch.manual_seed() would set those of GPUs, too, and take 0.3 ms more.
+        torch.default_generator.manual_seed(seed)
+        try:
+            image = self.transform(image)
+        except Exception as error:
+            error.add_note(f"The image is {self.name(index)}")
+            raise
+        if image.dtype != torch.uint8 or image.dim() != 3 or len(image) != 3:
+            found = f"{tuple(image.shape)}, {str(image.dtype).removeprefix('torch.')}"
+            text = "must return (3, H, W), uint8, which normalise() expects"
+            raise DataError(f"{self.name(index)}: the transform {text}, not {found}")
+        return image, int(self.labels[index])
+
+    def where(self, index):
+        """Return the folder or the tar that an image is in, for messages."""
+        return shown(self.source if isinstance(self.source, Path) else self.source[0][self.offsets[index] >> BITS])
+
+    def name(self, index):
+        """Return the whole path of an image, for messages."""
+        return f"{self.where(index)}/{shown(self.path(index))}"
+
+    def path(self, index):
+        """Return the path of an image in its source."""
+        return os.fsdecode(self.paths[index])
+
+    def read(self, index):
+        """Return an image (3, H, W), uint8, as it is in its file."""
         try:
             if isinstance(self.source, Path):
-                content = (self.source / path).read_bytes()
+                content = (self.source / self.path(index)).read_bytes()
             else:
                 number, offset = divmod(int(self.offsets[index]), 2**BITS)
                 content = os.pread(self.source[1][number], int(self.sizes[index]), offset)
-            encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            image = decode_image(encoded, ImageReadMode.RGB, apply_exif_orientation=True)
-        except (OSError, RuntimeError, ValueError) as error:
-            where = self.source if isinstance(self.source, Path) else self.source[0][number]
-            reason = getattr(error, "strerror", None) or "it cannot be decoded"
-            raise DataError(f"{where}/{path} is damaged ({reason}): replace it, or remove it") from None
-        # v2 uses this process's random numbers. torch.manual_seed() would set those of GPUs, too, and take 0.3 ms more.
-        torch.default_generator.manual_seed(seed)
-        return self.transform(image), int(self.labels[index])
+            return decode(content)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            rest = f"python image_files.py {self.where(index)} names all that are"
+            raise DataError(f"{self.name(index)} is damaged ({reason}): replace it, or remove it; {rest}") from None
 
 
 def with_seeds(sampler, seed, epoch):
@@ -122,94 +197,315 @@ def errors_to(fail):
         fail(str(error).strip().rpartition("\n")[2].removeprefix("common.data.DataError: "))
 
 
-def load(path, size):
-    """Return the training set, the test set, and the names of the classes; images have `size` x `size` pixels.
+class Link(NamedTuple):
+    """A symbolic link in a tar."""
 
-    All processes of torchrun call it: a tar is copied to the own disk of each node once, see `stage`. Raises DataError
-    if there is nothing at `path`, or if the two parts do not have the same classes with at least one file each.
+    target: str
+
+
+class Listing:
+    """What a folder or a tar has: its images, what was left out, by kind, and links that lead to nothing.
+
+    All reading of names goes through `walk`, so that the same images are found in a folder, in a tar of it, and by
+    predict.py. Paths are relative, with "/" between their parts.
     """
-    path = Path(path)
-    if tars := tars_in(path):
-        source, files = _open_tars(path, tars)
-    elif path.is_dir():
-        source, files = path, {part: _files_in_folder(path, part) for part in PARTS}
+
+    def __init__(self):
+        self.images = {}  # path: offset and size in a tar
+        self.folders = set()  # that were entered, each with a "/" at its end
+        self.left_out = defaultdict(list)  # kind: paths
+        self.broken, self.twice, self.top = [], [], []  # links, images of an earlier tar, names beside train/ and val/
+
+    def walk(self, prefix, top, entries, identify, around):
+        """Add the images below the folder `top`, whose path is `prefix`.
+
+        entries(folder) yields names with what they are, see `in_folder`, and identify(folder) is the same for the same
+        folder. A link to a folder is followed when all real ones have been read, and only if it has not been: each
+        image has the class of the folder in which it really lies, and a loop ends. `around` are the folders above.
+        """
+        seen, folders, links = {identify(folder) for folder in around}, [(prefix, top)], []
+        while folders or links:
+            path, folder = folders.pop() if folders else heapq.heappop(links)
+            if (which := identify(folder)) in seen:
+                self.left_out["linked twice"].append(path)
+                continue
+            seen.add(which)
+            self.folders.add(path)
+            for name, kind, value, is_link in entries(folder):
+                inner = path + name
+                if is_hidden(name):
+                    self.left_out["hidden"].append(inner)
+                elif kind == "folder" and is_link:
+                    heapq.heappush(links, (f"{inner}/", value))
+                elif kind == "folder":
+                    folders.append((f"{inner}/", value))
+                elif kind == "file" and name.lower().endswith(ENDINGS):
+                    if inner in self.images:
+                        self.twice.append(inner)
+                    self.images[inner] = value
+                elif kind == "file":
+                    self.left_out[posixpath.splitext(name)[1].lower() or "without an ending"].append(inner)
+                else:
+                    (self.broken if is_link else self.left_out["no file"]).append(inner)
+
+    def walk_folder(self, prefix, path):
+        """Add what is in a folder of a file system."""
+        try:
+            self.walk(prefix, str(path), in_folder, identity, Path(path).resolve().parents)
+        except OSError as error:
+            raise DataError(f"{shown(error.filename)} cannot be read ({error.strerror})") from None
+
+    def walk_tar(self, tree, number):
+        """Add train/ and val/ in the tree of a tar, whatever folders they are in; `number` is the tar's."""
+
+        def entries(folder):
+            for name, node in folder.items():
+                is_link = isinstance(node, Link)
+                node = follow(tree, node.target) if is_link else node
+                if isinstance(node, tuple):
+                    yield name, "file", (number * 2**BITS + node[0], node[1]), is_link
+                else:
+                    yield name, "nothing" if node is None else "folder", node, is_link
+
+        chains = find_roots(tree)
+        outside = {id(folder): folder for chain in chains for folder in chain} or {0: tree}
+        self.left_out["hidden"] += [name for folder in outside.values() for name in folder if is_hidden(name)]
+        self.top += [name for chain in chains or [[tree]] for name in chain[-1] if not is_hidden(name)]
+        for chain in chains:
+            for part in PARTS:
+                for name, kind, value, _ in entries({part: chain[-1].get(part)}):
+                    if kind == "folder":
+                        self.walk(f"{name}/", value, entries, id, chain)
+
+    def check_links(self, path, remedy):
+        """Raise DataError if a link leads to nothing."""
+        if count := len(self.broken):
+            links = f"{count} links lead to nothing, such as" if count > 1 else "one link leads to nothing,"
+            raise DataError(f"{path}: {links} {shown(min(self.broken))}: {remedy}")
+
+    def describe(self):
+        """Return what was left out, as the end of a line, or nothing."""
+        kinds = sorted(((len(paths), kind) for kind, paths in self.left_out.items() if paths), reverse=True)
+        texts = [f"{count} {kind} (such as {shown(min(self.left_out[kind]))})" for count, kind in kinds[:4]]
+        if rest := sum(count for count, _ in kinds[4:]):
+            texts.append(f"{rest} of {len(kinds) - 4} other kinds")
+        return f"; left out: {', '.join(texts)}" if texts else ""
+
+
+def is_hidden(name):
+    """Return whether a file or folder is left out: made by a system or a tool beside the images, or an unseen one."""
+    return name.startswith(".") or name in HIDDEN
+
+
+def in_folder(path):
+    """Yield each name in a folder of a file system, its kind, its value for `Listing`, and whether it is a link.
+
+    Only links cost a look at the file: what anything else is stands in the folder itself.
+    """
+    with os.scandir(path) as found:
+        for entry in found:
+            kind, value = "nothing", None
+            with contextlib.suppress(OSError):  # a link to itself, or to where one may not look
+                if entry.is_file():
+                    kind, value = "file", (0, 0)
+                elif entry.is_dir():
+                    kind, value = "folder", entry.path
+            yield entry.name, kind, value, entry.is_symlink()
+
+
+def identity(path):
+    """Return what a folder of a file system has in common with itself under another path."""
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
+
+
+def read_tree(path, file):
+    """Return the tree of names in a tar: a dict for a folder, (offset, size) for a file, a Link, None for the rest.
+
+    As when a tar is unpacked, the last of several members of one name counts, and a hard link is the file itself.
+    """
+    tree = {}
+    try:
+        with os.fdopen(os.dup(file), "rb") as opened, tarfile.open(fileobj=opened, mode="r:") as tar:
+            for member in tar:
+                *folders, name = parts_of(member.name) or [""]
+                folder = tree
+                for part in folders:
+                    if not isinstance(folder.get(part), dict):
+                        folder[part] = {}
+                    folder = folder[part]
+                if member.issparse():
+                    raise DataError(f"{path} has sparse files, such as {shown(member.name)}: make it without --sparse")
+                if member.isfile():
+                    folder[name] = (member.offset_data, member.size)
+                elif member.issym():
+                    folder[name] = Link(posixpath.join("/".join(folders), member.linkname))
+                elif member.islnk():
+                    target = "/".join(parts_of(member.linkname))
+                    folder[name] = follow(tree, target) or Link(target)
+                elif not (member.isdir() and isinstance(folder.get(name), dict)) and name:
+                    folder[name] = {} if member.isdir() else None
+            opened.seek(tar.offset)  # behind the mark of its end, of which tarfile has read one half or all
+            rest = opened.read(2**20)
+    except (tarfile.TarError, OSError) as error:
+        raise DataError(f"{path} is no complete tar ({error}): make it with tar -cf, without compression") from None
+    if not rest or rest.strip(b"\0"):
+        reason = "more follows behind its end, as after cat of two tars" if rest else "its end is missing"
+        raise DataError(f"{path} is no complete tar ({reason}): make it again with tar -cf")
+    return tree
+
+
+def parts_of(name):
+    """Return the parts of a name in a tar, which may begin with "/", "./" or "../"."""
+    return [part for part in posixpath.normpath(name).split("/") if part not in ("", ".", "..")]
+
+
+def follow(tree, target, links=40):
+    """Return what a path in a tar leads to, over up to so many links, or None."""
+    node = tree
+    for part in [part for part in posixpath.normpath(target).split("/") if part not in ("", ".")]:
+        node = node.get(part) if isinstance(node, dict) else None
+        if isinstance(node, Link):
+            node = follow(tree, node.target, links - 1) if links else None
+    return node
+
+
+def find_roots(tree):
+    """Return the folders of a tar in which train/ and val/ are, or one of them, as near to the top as there are some.
+
+    Each is the last of a list, which begins with the top. So `tar -cf images.tar images`, and a tar that was made with
+    an absolute path or with ./, are read alike.
+    """
+    for wanted in (all, any):
+        chains = [[tree]]
+        while chains:
+            if roots := [chain for chain in chains if wanted(part in chain[-1] for part in PARTS)]:
+                return roots
+            inner = [[(chain, name) for name in chain[-1]] for chain in chains]
+            inner = [[one for one in names if not is_hidden(one[1])] or names for names in inner]
+            chains = [[*chain, chain[-1][name]] for names in inner for chain, name in names]
+            chains = [chain for chain in chains if isinstance(chain[-1], dict)]
+    return []
+
+
+def find(path, open_tar):
+    """Return the source of Images for a folder, a tar or a folder of tars, and a Listing; open_tar(path) opens one."""
+    path, listing = Path(path), Listing()
+    if path.is_dir() and not (tars := tars_in(path)):
+        listing.left_out["hidden"] += [name for name in os.listdir(path) if is_hidden(name)]
+        listing.top += [name for name in os.listdir(path) if not is_hidden(name)]
+        for part in PARTS:
+            if (path / part).is_dir():
+                listing.walk_folder(f"{part}/", path / part)
+        listing.check_links(path, "mend or remove them")
+        return path, listing
+    if path.is_dir():
+        others = sorted({entry.name for entry in path.iterdir()} - {tar.name for tar in tars})
+        for name in others:
+            listing.left_out["hidden" if is_hidden(name) else f"beside the tars in {path}"].append(name)
     elif path.is_file():
-        source = ([path], [stage(path)])
-        files = _files_in_tar(path, source[1][0])
+        tars = [path]
     else:
         raise DataError(
             f"there is no {path}: --data-dir is a folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or a tar of one, "
             "or a folder of such tars; python make_images.py writes an example, images/"
         )
-    classes = [sorted({PurePosixPath(file).parts[1] for file in files[part]}) for part in PARTS]
-    for part, missing in (("val", set(classes[0]) - set(classes[1])), ("train", set(classes[1]) - set(classes[0]))):
-        if missing:
-            raise DataError(
-                f"{path}/{part} has no image of the class {min(missing)}, which the other part has: add some"
-            )
-    if not classes[0]:
-        raise DataError(f"{path} has no train/CLASS/*.jpg (or {', '.join(ENDINGS[1:])})")
-    labels = {name: label for label, name in enumerate(classes[0])}
-    sets = []
-    for part, transform in zip(PARTS, (train_transform(size), test_transform(size)), strict=True):
-        listed = [(file, labels[PurePosixPath(file).parts[1]], *where) for file, where in sorted(files[part].items())]
-        sets.append(Images(source, listed, transform))
-    return *sets, classes[0]
+    opened = []
+    for number, tar in enumerate(tars):
+        try:
+            opened.append(open_tar(tar))
+        except OSError as error:
+            raise DataError(f"{tar} cannot be read ({error.strerror})") from None
+        listing.walk_tar(read_tree(tar, opened[-1]), number)
+        listing.check_links(tar, "their files are not in this tar; make it with tar --dereference -cf")
+        if listing.twice:  # one of the two would be lost
+            other = f"another tar in {path}" if number else "another folder in it"
+            raise DataError(f"{tar}: {other} has {shown(min(listing.twice))}, too: give one of them another name")
+    return (tars, opened), listing
 
 
-def _files_in_folder(path, part):
-    """Return the images of one part, as paths relative to `path`, with nothing to say about where they are in a tar."""
-    try:
-        found = ImageFolder(path / part, is_valid_file=lambda file: file.lower().endswith(ENDINGS)).samples
-    except OSError as error:  # no such folder, no class, or a class without an image
-        reason = str(error).partition(". ")[0]
-        raise DataError(f"{path}/{part} is not a folder CLASS/*.jpg ({reason}): add what is missing") from None
-    return {os.path.relpath(file, path): (0, 0) for file, _ in found}
-
-
-def _files_in_tar(path, file):
-    """Return the images of a tar by part, with their offset and size in it."""
-    found = {part: {} for part in PARTS}
-    try:
-        with os.fdopen(os.dup(file), "rb") as opened, tarfile.open(fileobj=opened, mode="r:") as tar:
-            for member in tar:
-                parts = PurePosixPath(member.name).parts
-                parts = parts[1:] if parts and parts[0] not in PARTS else parts  # `tar -cf images.tar images`
-                if not member.isfile() or len(parts) < 3 or parts[0] not in PARTS:
-                    continue
-                if parts[-1].lower().endswith(ENDINGS):
-                    found[parts[0]]["/".join(parts)] = (member.offset_data, member.size)
-    except (tarfile.TarError, OSError) as error:
-        raise DataError(f"{path} is no complete tar ({error}): make it with tar -cf, without compression") from None
-    return found
+def open_in_place(path):
+    """Return the file descriptor of a tar that is read where it is."""
+    return os.open(path, os.O_RDONLY)
 
 
 def tars_in(path):
     """Return the tars in a folder that is none of train/CLASS/*.jpg itself."""
-    return [] if (path / "train").exists() else sorted(path.glob("*.tar"))
+    tars = [tar for tar in path.glob("*.tar") if not is_hidden(tar.name)]
+    return [] if (path / "train").exists() else sorted(tars)
 
 
-def _open_tars(path, tars):
-    """Return the source of Images for a folder of tars, and the images of all of them by part; they are not copied."""
-    opened, found = [], {part: {} for part in PARTS}
-    for number, tar in enumerate(tars):
-        try:
-            opened.append(os.open(tar, os.O_RDONLY))
-        except OSError as error:
-            raise DataError(f"{tar} cannot be read ({error.strerror})") from None
-        for part, files in _files_in_tar(tar, opened[-1]).items():
-            if twice := found[part].keys() & files.keys():  # one of the two would be lost
-                raise DataError(f"{tar}: another tar in {path} has {min(twice)}, too: give one of them another name")
-            found[part] |= {file: (number * 2**BITS + offset, size) for file, (offset, size) in files.items()}
-    return (tars, opened), found
+def class_of(path):
+    """Return the class of an image, or of a folder with a "/" at its end, None if it is in none: one Unicode form."""
+    parts = path.split("/", 2)
+    return unicodedata.normalize("NFC", parts[1]) if len(parts) == 3 else None
+
+
+def class_names(path, listing):
+    """Return the names of the classes, sorted; raise DataError unless both parts have all of them, two or more."""
+    for image in [image for image in listing.images if class_of(image) is None]:
+        listing.left_out["in no folder of a class"].append(image)
+        del listing.images[image]
+    have = {part: {class_of(image) for image in listing.images if image.startswith(f"{part}/")} for part in PARTS}
+    folders = {class_of(folder) for folder in listing.folders} - {None, ""}
+    names, left_out = sorted(have["train"] | have["val"] | folders), listing.describe()
+    for part in PARTS:
+        if not have[part]:
+            top = f"it has {', '.join(map(shown, sorted(set(listing.top))[:5]))}" if listing.top else "it is empty"
+            raise DataError(f"{path}/{part} is not a folder CLASS/*.jpg (or {', '.join(ENDINGS[1:])}): {top}{left_out}")
+        if missing := [shown(name) for name in names if name not in have[part]]:
+            which = f"the class {missing[0]}" if len(missing) == 1 else f"{len(missing)} classes, such as {missing[0]}"
+            text = "add some, or remove its folder in both parts"
+            raise DataError(f"{path}/{part} has no image of {which}: {text}{left_out}")
+    if len(names) == 1:
+        text = f"has one class alone, {shown(names[0])}: each folder in train/ and in val/ is a class"
+        raise DataError(f"{path} {text}; is there one level of folders too many?{left_out}")
+    return names
+
+
+def load(path, size):
+    """Return the training set, the test set, and the names of the classes; images have `size` x `size` pixels.
+
+    All processes of torchrun call it: a tar is copied to the own disk of each node once, see `stage`. Raises DataError
+    if there is nothing at `path`, or if the two parts do not have the same classes with at least one file each. Rank 0
+    prints what was left out.
+    """
+    if size > LARGEST:
+        raise DataError(f"--image-size {size} is above {LARGEST}: 224 is usual; cut larger images into tiles")
+    path = Path(path)
+    source, listing = find(path, stage if path.is_file() else open_in_place)
+    names, sets = class_names(path, listing), []
+    labels = {name: label for label, name in enumerate(names)}
+    order = sorted(listing.images, key=lambda image: (unicodedata.normalize("NFC", image), image))
+    for part, transform in zip(PARTS, (train_transform(size), test_transform(size)), strict=True):
+        files = [image for image in order if image.startswith(f"{part}/")]
+        listed = [(image, labels[class_of(image)], *listing.images[image]) for image in files]
+        sets.append(Images(source, listed, transform))
+    if (left_out := listing.describe()) and not (dist.is_initialized() and dist.get_rank()):
+        print(f"{shown(path)}: {len(sets[0])} images of {len(names)} classes{left_out}")
+    return *sets, names
+
+
+def find_images(folder):
+    """Return the paths of all images under a folder, at any depth, sorted, and what was left out, as text."""
+    listing = Listing()
+    if not Path(folder).is_dir():
+        raise DataError(f"there is no folder {shown(folder)} with images")
+    listing.walk_folder("", folder)
+    listing.check_links(folder, "mend or remove them")
+    if not listing.images:
+        raise DataError(f"{shown(folder)} has no image ({', '.join(ENDINGS)}){listing.describe()}")
+    return sorted(listing.images), listing.describe()
 
 
 def stage(path):
     """Copy a tar to this node's own disk, once for all processes of the node; return its file descriptor.
 
     The copy has no name as soon as all have opened it: the disk space is free when the last process has ended, however
-    that ends. It goes to $SLURM_TMPDIR, else to $TMPDIR, else to /tmp.
+    that ends. It goes to $SLURM_TMPDIR, else to $TMPDIR, else to /tmp. Without torchrun it is read where it is.
     """
+    if not dist.is_initialized():
+        return open_in_place(path)
     folder = Path(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
     first = os.environ["LOCAL_RANK"] == "0"
     copy = folder / f"{path.name}.{os.environ['TORCHELASTIC_RUN_ID']}.{os.uname().nodename}"
@@ -231,3 +527,42 @@ def stage(path):
         reason = f"{error.strerror}): set SLURM_TMPDIR or TMPDIR to a larger disk"
         raise DataError(f"{path} cannot be copied to {folder} ({reason}") from None
     return file
+
+
+class Damage(Images):
+    """What is wrong with each image, or nothing."""
+
+    def __getitem__(self, index):
+        try:
+            self.read(index)
+        except DataError as error:
+            return str(error).partition(": replace it")[0]
+        return ""
+
+
+def main():
+    """Decode all images of a folder or a tar; name those that cannot be."""
+    parser = argparse.ArgumentParser(description="Name all damaged images: the status is 1 if there is one.")
+    parser.add_argument("path", type=Path, help="folder with images at any depth, a tar of one, or a folder of tars")
+    path = parser.parse_args().path
+    try:
+        if path.is_dir() and not tars_in(path):
+            source, (images, left_out) = path, find_images(path)
+            files = [(image, 0, 0, 0) for image in images]
+        else:
+            source, listing = find(path, open_in_place)
+            files = [(image, 0, *listing.images[image]) for image in sorted(listing.images)]
+            left_out = listing.describe()
+    except DataError as error:
+        parser.error(str(error))
+    damaged = 0
+    for text in DataLoader(Damage(source, files, None), batch_size=None, num_workers=len(os.sched_getaffinity(0))):
+        if text:
+            damaged += 1
+            print(text)
+    print(f"{len(files)} images, {damaged} of them damaged{left_out}")
+    sys.exit(damaged > 0)
+
+
+if __name__ == "__main__":
+    main()

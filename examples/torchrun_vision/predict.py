@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import BatchSampler, DataLoader
 
+import classifiers
 import image_files
 import plumbing
 import train
@@ -30,7 +31,7 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=Path, required=True, help="folder with images, at any depth")
     parser.add_argument("--model-of", type=Path, default="output", help="output folder of the run that has trained it")
-    parser.add_argument("--data-dir", type=Path, help="what that run was trained on, if that is elsewhere now")
+    parser.add_argument("--data-dir", type=Path, help="what that run was trained on, if run.json lacks its classes")
     parser.add_argument("--batch-size", type=int, default=64, help="images per batch of each process")
     parser.add_argument("--part", type=int, default=1024, help="images that are written together")
     parser.add_argument("--workers", type=int, help="processes that read images, for each that computes")
@@ -47,47 +48,60 @@ def parse_args():
     return args
 
 
-def find_images(folder):
-    """Return the paths of all images under a folder, relative to it, sorted; raise DataError if there are none."""
-    found = [os.path.relpath(Path(path, name), folder) for path, _, names in os.walk(folder) for name in names]
-    images = sorted(name for name in found if name.lower().endswith(image_files.ENDINGS))
-    if not images:
-        raise image_files.DataError(f"--images {folder} has no image ({', '.join(image_files.ENDINGS)})")
-    return images
-
-
-def class_names(path, count):
-    """Return the names of `count` classes in what a run was trained on; raise DataError if it has other classes."""
-    names = set()
-    if (path / "train").is_dir():
-        names = {entry.name for entry in os.scandir(path / "train") if entry.is_dir()}
-    for tar in [path] if path.is_file() else image_files.tars_in(path):
-        with open(tar, "rb") as file:
-            names |= {name.split("/")[1] for name in image_files._files_in_tar(tar, file.fileno())["train"]}
-    names = sorted(names)
-    if len(names) != count:
-        text = f"{path} has {len(names)} classes, the model has {count}: name its data with --data-dir"
-        raise image_files.DataError(text)
-    return names
+def class_names(path):
+    """Return the names of the classes in what a run was trained on, for one whose run.json does not have them yet."""
+    _, listing = image_files.find(path, image_files.open_in_place)
+    return image_files.class_names(path, listing)
 
 
 def load_model(args, device):
     """Return the model of a run, what train.py was told, the names of the classes, and a checksum of the weights."""
-    path = args.model_of / "model.pt"
+    path, run = args.model_of / "model.pt", args.model_of / "run.json"
     try:
-        settings = json.loads((args.model_of / "run.json").read_text())["settings"]
-        content = path.read_bytes()
-        weights = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        text = f"there is no {error.filename}: --model-of is the output folder of train.py"
+        settings = json.loads(run.read_text())["settings"]
+        data = args.data_dir or Path(settings["data_dir"])
+    except FileNotFoundError:
+        text = f"there is no {run}: --model-of is the output folder of train.py"
         raise image_files.DataError(text) from None
     except Exception as error:  # a damaged file can raise almost anything
-        raise image_files.DataError(f"--model-of {args.model_of} cannot be read ({error!r}): train it again") from None
+        text = f"{run} cannot be read ({error!r}): repeat the run's command with --resume, which writes it anew"
+        raise image_files.DataError(text) from None
+    try:
+        content = path.read_bytes()
+        weights = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise image_files.DataError(f"there is no {path} yet: train.py writes it after the last epoch") from None
+    except Exception as error:
+        text = f"{path} cannot be read ({error!r}): repeat the run's command with --resume, which writes it anew"
+        raise image_files.DataError(text) from None
     settings |= {"sync_batchnorm": False, "gradient_checkpointing": False}
-    names = class_names(args.data_dir or Path(settings["data_dir"]), len(list(weights.values())[-1]))
+    names, source = settings.get("classes"), run
+    if not names or args.data_dir:
+        try:
+            names, source = check_names(names, class_names(data), data), data
+        except image_files.DataError as error:
+            text = "for the names of the classes, name what it was trained on with --data-dir"
+            raise image_files.DataError(f"{error}; {text}") from None
     model = train.make_parts(argparse.Namespace(**settings), len(names), device)["model"]
-    model.load_state_dict(weights)
+    own = model.state_dict()
+    shapes = [key for key in own if key in weights and own[key].shape != weights[key].shape]
+    if text := classifiers.compare(own, weights):
+        remedy = "have train.py make the model that the run was trained with, in make_parts and own_model.py"
+        raise image_files.DataError(f"{path} is of another model than train.py makes now ({text}): {remedy}")
+    if shapes:
+        text = f"{source} has {len(names)} classes, the model has {len(weights[shapes[-1]])}"
+        raise image_files.DataError(f"{text}: name its data with --data-dir")
+    model.load_state_dict(weights, strict=False)  # what is in one of them only was looked for above
     return model.eval(), settings, names, zlib.crc32(content)
+
+
+def check_names(recorded, names, data):
+    """Return the names of the classes in the data; raise DataError if others were recorded."""
+    if recorded and recorded != names:
+        only = sorted(set(recorded) ^ set(names))[0]
+        text = f"{len(recorded)} classes, {data} has {len(names)}, and only one of them has {only!r}"
+        raise image_files.DataError(f"the run was trained on {text}")
+    return names
 
 
 def missing_parts(args, facts):
@@ -153,9 +167,9 @@ def main(args):
     model, settings, names, checksum = load_model(args, device)
 
     # Who does what: rank 0 looks what there is, so that all processes see the same images and the same missing parts.
-    found = [find_images(args.images) if rank == 0 else None]
+    found = [image_files.find_images(args.images) if rank == 0 else None]
     dist.broadcast_object_list(found)
-    paths = found[0]
+    paths, left_out = found[0]
     facts = {"images": len(paths), "paths": zlib.crc32("\n".join(paths).encode(errors="surrogateescape"))}
     facts |= {"model": checksum, "part": args.part, "batch_size": args.batch_size}
     found = [missing_parts(args, facts) if rank == 0 else None]
@@ -164,7 +178,7 @@ def main(args):
     count, progress = -(-len(paths) // args.part), {"step": 0, "history": []}
     plumbing.print_header(args, f"{settings['model']} of {args.model_of} on {args.images}", device, progress)
     if rank == 0:
-        print(f"{len(paths)} images in {count} parts, {count - len(missing)} of them done before")
+        print(f"{len(paths)} images in {count} parts, {count - len(missing)} of them done before{left_out}")
 
     # ddp: process r takes each world_size-th of the missing parts, from the r-th on: no image twice, none left out
     mine = missing[rank :: args.world_size]

@@ -235,8 +235,8 @@ def main(args):
     device, rank = setup(args), dist.get_rank()
 
     # Data
-    train_set, test_set, classes = image_files.load(args.data_dir, args.image_size)
-    args.data = f"{len(train_set)} images of {len(classes)} classes"  # a checkpoint is for these
+    train_set, test_set, args.classes = image_files.load(args.data_dir, args.image_size)  # in run.json, too
+    args.data = f"{len(train_set)} images of {len(args.classes)} classes"  # a checkpoint is for these
     # ddp: shuffled shards of equal length, so that all processes take the same number of steps
     sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
     args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
@@ -244,7 +244,7 @@ def main(args):
     train_loader, test_loader = make_loaders(args, train_set, test_set, device, rank)
 
     # Model, optimizer and scaler, and their state if the run is resumed.
-    parts = make_parts(args, len(classes), device)
+    parts = make_parts(args, len(args.classes), device)
     model, progress = parts["model"], resume(args, parts, device)
     # ddp: shares the weights of `model`, and averages their gradients over all processes in the backward pass
     ddp_model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
