@@ -8,9 +8,11 @@ import ctypes
 import errno
 import fcntl
 import functools
+import itertools
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import signal
@@ -47,12 +49,26 @@ def end(status):
     os._exit(status)  # not by the interpreter's shutdown, during which Gloo's threads can abort the process
 
 
+def check_numbers(parser, args):
+    """Refuse numbers that cannot work."""
+    # Seeds: what each generator takes, NumPy's and Keras's, too. Timeouts: 23 days; milliseconds of 32 bits end there.
+    largest = {"seed": 2**32 - 1, "timeout": 2_000_000, "workers": max(64, os.cpu_count())}
+    for name, value in vars(args).items():
+        if type(value) not in (int, float):
+            continue
+        flag, most = f"--{name.replace('_', '-')}", largest.get(name, 2**31 - 1 if type(value) is int else float("inf"))
+        least = 0 if type(value) is float or name in ("warmup_steps", "workers", "zero_stage", "seed") else 1
+        if not least <= value < float("inf"):
+            parser.error(f"{flag} must be {least} or more, not {value}")
+        if value > most:
+            parser.error(f"{flag} must be at most {most}, not {value}")
+    if getattr(args, "max_grad_norm", None) == 0:
+        parser.error("--max-grad-norm must be above 0, not 0: leave it out, and gradients are not clipped")
+
+
 def check_args(parser, args):
     """Refuse numbers that cannot work, and more processes than GPUs."""
-    for name, value in vars(args).items():
-        least = 0 if type(value) is float or name in ("warmup_steps", "workers", "zero_stage") else 1
-        if type(value) in (int, float) and name != "seed" and not least <= value < float("inf"):
-            parser.error(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
+    check_numbers(parser, args)
     if 0 < (gpus := torch.cuda.device_count()) < getattr(args, "processes", 1):
         parser.error(f"{args.processes} processes on {os.uname().nodename}, which has {gpus} GPUs: start one for each")
 
@@ -60,6 +76,7 @@ def check_args(parser, args):
 def prepare_process(args):
     """Make this process end when its launcher does, print lines immediately, and set up Gloo."""
     hangs.listen()
+    explain_errors()
     keep_memory()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its launcher
     sys.stdout.reconfigure(line_buffering=True)
@@ -67,6 +84,24 @@ def prepare_process(args):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works even if the host name cannot be resolved
     # DDP warns about the strides of gradients. It is harmless: where a dimension is 1, both memory layouts are equal.
     warnings.filterwarnings("ignore", "Grad strides")
+
+
+def explain_errors():
+    """Have an error of a sample, or of a batch of one, end this process with one line in the place of a traceback."""
+
+    def explain(kind, error, trace):
+        *_, message = str(error).strip().split("\n")  # of a loader worker's traceback the last line is the error
+        if kind.__name__ == "DataError":
+            message = re.sub(r"^[\w.]*DataError: ", "", message)
+        elif message.startswith("Expected more than 1 value per channel"):
+            message = f"BatchNorm needs batches of 2 or more samples ({message}): use a larger --batch-size"
+        else:
+            return sys.__excepthook__(kind, error, trace)
+        with contextlib.suppress(OSError):  # what torchrun would print, a traceback
+            os.unlink(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        fail(message)
+
+    sys.excepthook = explain
 
 
 def keep_memory():
@@ -99,7 +134,7 @@ def share_batch(args):
     """Have each process take its share of --global-batch; without that, set it to what the other settings make it.
 
     A process takes its share in as few batches of at most --batch-size as divide it, where the example can accumulate
-    gradients, and else in one.
+    gradients, and otherwise in one. Batches of less than half of --batch-size are refused: they take far longer.
     """
     processes, accumulates = getattr(args, "groups", args.world_size), hasattr(args, "gradient_accumulation_steps")
     if args.global_batch is None:
@@ -107,11 +142,26 @@ def share_batch(args):
         return
     share, rest = divmod(args.global_batch, processes)
     if rest:
-        fail(f"--global-batch {args.global_batch} is no multiple of {processes}, the number of processes that share it")
-    most = min(share, args.batch_size) if accumulates else share
-    args.batch_size = next(size for size in range(most, 0, -1) if share % size == 0)
-    if accumulates:
-        args.gradient_accumulation_steps = share // args.batch_size
+        near = " or ".join(str(number * processes) for number in (share, share + 1) if number)
+        shared = f"the number of processes that share it: use {near}"
+        fail(f"--global-batch {args.global_batch} is no multiple of {processes}, {shared}")
+    if not accumulates:
+        args.batch_size = share
+        return
+    parts = number_of_parts(share, args.batch_size)
+    if not parts:
+        below = next(number for number in range(share, 0, -1) if number_of_parts(number, args.batch_size))
+        above = next(number for number in itertools.count(share) if number_of_parts(number, args.batch_size))
+        near = f"use --global-batch {below * processes} or {above * processes}, or --batch-size {share}"
+        cut = f"no batches of {-(-args.batch_size // 2)} to {args.batch_size} (--batch-size) divide {share}"
+        fail(f"--global-batch {args.global_batch} is {share} samples for each of {processes} processes; {cut}: {near}")
+    args.batch_size, args.gradient_accumulation_steps = share // parts, parts
+
+
+def number_of_parts(share, most):
+    """Return the least number of equal parts of at most `most`, and of at least half of that, or None without any."""
+    most = min(share, most)
+    return next((parts for parts in range(-(-share // most), 2 * share // most + 1) if share % parts == 0), None)
 
 
 def count_steps(args, samples):
@@ -129,7 +179,18 @@ def fix_summation_order(ddp_model, zeros):
     A resumed run then sums in the same order as an uninterrupted one, and its results are bit-identical.
     """
     ddp_model.eval()  # leaves the statistics of BatchNorm layers unchanged
-    output = ddp_model(zeros)
+    try:
+        output = ddp_model(zeros)
+    except Exception as error:
+        message = " ".join(str(error).split())
+        if isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)) or re.search("CUDA|gloo", message):
+            raise  # not a matter of the shape
+        frames = traceback.extract_tb(error.__traceback__)
+        *_, own = [frame for frame in frames if Path(frame.filename).parent == Path(__file__).parent]
+        where = f"{Path(own.filename).name}, line {own.lineno}: {type(error).__name__}: {message:.200}"
+        given = f"{tuple(zeros.shape)}, {zeros.dtype}" if isinstance(zeros, torch.Tensor) else type(zeros).__name__
+        wrong = f"the model does not take what train.py gives fix_summation_order, {given} ({where})"
+        fail(f"{wrong}: edit that line, so that it is as your model's input")
     getattr(output, "logits", output).sum().backward()  # models of transformers return an object
     ddp_model.zero_grad()
     ddp_model.train()
@@ -263,8 +324,8 @@ def print_errors(main):
     def wrapped(*args):
         try:
             main(*args)
-        except Exception:
-            traceback.print_exc()
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__)
             os._exit(1)
 
     return wrapped
@@ -340,7 +401,11 @@ def print_epoch(args, progress):
     row = progress["history"][-1]
     losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
     speed = f"{row['samples_per_second']:5.0f} samples/s | {row['seconds']:6.2f} s"
-    print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | test acc {row['test_accuracy']:7.2%} | {speed}")
+    others = [name for name in row if name.startswith("test_") and name != "test_loss"]
+    metric = " | ".join(f"{name.replace('_', ' ')} {row[name]:.4f}" for name in others)  # own ones, such as test_rmse
+    if "test_accuracy" in row:
+        metric = f"test acc {row['test_accuracy']:7.2%}"
+    print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | {metric} | {speed}")
 
 
 def commit():

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import resource
 import signal
 import subprocess
@@ -42,12 +43,26 @@ def end(status):
     os._exit(status)  # not by the interpreter's shutdown, during which Gloo's threads can abort the process
 
 
+def check_numbers(parser, args):
+    """Refuse numbers that cannot work."""
+    # Seeds: what each generator takes, NumPy's and Keras's, too. Timeouts: 23 days; milliseconds of 32 bits end there.
+    largest = {"seed": 2**32 - 1, "timeout": 2_000_000, "workers": max(64, os.cpu_count())}
+    for name, value in vars(args).items():
+        if type(value) not in (int, float):
+            continue
+        flag, most = f"--{name.replace('_', '-')}", largest.get(name, 2**31 - 1 if type(value) is int else float("inf"))
+        least = 0 if type(value) is float or name in ("warmup_steps", "workers", "zero_stage", "seed") else 1
+        if not least <= value < float("inf"):
+            parser.error(f"{flag} must be {least} or more, not {value}")
+        if value > most:
+            parser.error(f"{flag} must be at most {most}, not {value}")
+    if getattr(args, "max_grad_norm", None) == 0:
+        parser.error("--max-grad-norm must be above 0, not 0: leave it out, and gradients are not clipped")
+
+
 def check_args(parser, args):
     """Refuse numbers that cannot work, and more processes than GPUs."""
-    for name, value in vars(args).items():
-        least = 0 if type(value) is float or name in ("warmup_steps", "workers", "zero_stage") else 1
-        if type(value) in (int, float) and name != "seed" and not least <= value < float("inf"):
-            parser.error(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
+    check_numbers(parser, args)
     if 0 < (gpus := torch.cuda.device_count()) < getattr(args, "processes", 1):
         parser.error(f"{args.processes} processes on {os.uname().nodename}, which has {gpus} GPUs: start one for each")
 
@@ -55,6 +70,7 @@ def check_args(parser, args):
 def prepare_process(args):
     """Make this process end when its launcher does, print lines immediately, and set up Gloo."""
     hangs.listen()
+    explain_errors()
     keep_memory()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its launcher
     sys.stdout.reconfigure(line_buffering=True)
@@ -62,6 +78,24 @@ def prepare_process(args):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works even if the host name cannot be resolved
     # DDP warns about the strides of gradients. It is harmless: where a dimension is 1, both memory layouts are equal.
     warnings.filterwarnings("ignore", "Grad strides")
+
+
+def explain_errors():
+    """Have an error of a sample, or of a batch of one, end this process with one line in the place of a traceback."""
+
+    def explain(kind, error, trace):
+        *_, message = str(error).strip().split("\n")  # of a loader worker's traceback the last line is the error
+        if kind.__name__ == "DataError":
+            message = re.sub(r"^[\w.]*DataError: ", "", message)
+        elif message.startswith("Expected more than 1 value per channel"):
+            message = f"BatchNorm needs batches of 2 or more samples ({message}): use a larger --batch-size"
+        else:
+            return sys.__excepthook__(kind, error, trace)
+        with contextlib.suppress(OSError):  # what torchrun would print, a traceback
+            os.unlink(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        fail(message)
+
+    sys.excepthook = explain
 
 
 def keep_memory():
@@ -144,8 +178,11 @@ def share_batch(args):
         fail(f"{args.deepspeed_config}: gradient_accumulation_steps must be 1 or more, not {steps!r}")
     if args.global_batch is None:
         args.global_batch = args.world_size * args.batch_size * steps
-    elif args.global_batch % (args.world_size * steps):
-        fail(f"--global-batch {args.global_batch} is no multiple of {args.world_size} processes times {steps} batches")
+    elif rest := args.global_batch % (args.world_size * steps):
+        below = args.global_batch - rest
+        near = " or ".join(str(number) for number in (below, below + args.world_size * steps) if number)
+        shared = f"{args.world_size} processes times {steps} batches: use {near}"
+        fail(f"--global-batch {args.global_batch} is no multiple of {shared}")
     args.batch_size = args.global_batch // args.world_size // steps
 
 
@@ -276,7 +313,11 @@ def print_epoch(args, progress):
     row = progress["history"][-1]
     losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
     speed = f"{row['samples_per_second']:5.0f} samples/s | {row['seconds']:6.2f} s"
-    print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | test acc {row['test_accuracy']:7.2%} | {speed}")
+    others = [name for name in row if name.startswith("test_") and name != "test_loss"]
+    metric = " | ".join(f"{name.replace('_', ' ')} {row[name]:.4f}" for name in others)  # own ones, such as test_rmse
+    if "test_accuracy" in row:
+        metric = f"test acc {row['test_accuracy']:7.2%}"
+    print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | {metric} | {speed}")
 
 
 def commit():

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import warnings
 
 import torch
@@ -48,6 +47,7 @@ def check_tasks(parser, args):
 def prepare_process(args):
     """Make this process end when its launcher does, print lines immediately, and set what Lightning reads."""
     hangs.listen()
+    plumbing.explain_errors()
     plumbing.keep_memory()
     sys.stdout.reconfigure(line_buffering=True)
     if args.srun:
@@ -97,11 +97,11 @@ def print_errors(main):
     def wrapped(*args):
         try:
             main(*args)
-        except Exception:
+        except Exception as error:
             # If another process has failed before, watch() ends this one without a traceback; if it is the one that has
             # started this one and has ended, the kernel does so, a moment after it has closed the connection.
             time.sleep(1 if os.environ.get("STARTED_BY") == f"{os.getpid()}" else 0.2)
-            traceback.print_exc()
+            sys.excepthook(type(error), error, error.__traceback__)
             time.sleep(1)  # for the launcher's word on a process that has died
             os._exit(1)
 
