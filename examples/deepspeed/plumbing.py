@@ -93,6 +93,7 @@ def explain_errors():
             return sys.__excepthook__(kind, error, trace)
         with contextlib.suppress(OSError):  # what torchrun would print, a traceback
             os.unlink(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        sys.stderr = sys.__stderr__  # torch.distributed collects what a hook prints, to put the rank before each line
         fail(message)
 
     sys.excepthook = explain
@@ -134,7 +135,7 @@ def read_config(path):
     """Return DeepSpeed's config file as a dict that has all sections which train.py sets values of."""
     kept = Path(sys.argv[0]).parent / path  # in a job beside the copy of train.py, see requeue.sh
     try:
-        config = json.loads((kept if kept.exists() else path).read_text())
+        config = json.loads((kept if kept.exists() else path).read_text(), parse_constant=refuse_constant)
     except OSError as error:
         fail(f"cannot read --deepspeed_config {path} ({error.strerror})")
     except ValueError as error:
@@ -142,11 +143,20 @@ def read_config(path):
     for name in ("zero_optimization", "bf16", "optimizer"):
         if not isinstance(config, dict) or not isinstance(config.setdefault(name, {}), dict):
             fail(f"{path}: {name} must be an object: {{...}}")
-    if "train_batch_size" in config:
-        fail(f"{path}: remove train_batch_size: it follows from --batch-size and gradient_accumulation_steps")
+    for name in ("train_batch_size", "train_micro_batch_size_per_gpu"):
+        if name in config:
+            fail(f"{path}: remove {name}: it follows from --batch-size and gradient_accumulation_steps")
+    clipping = config.get("gradient_clipping", 0)
+    if type(clipping) not in (int, float) or clipping < 0:
+        fail(f"{path}: gradient_clipping must be 0 (none) or more, not {clipping!r}")
     if "type" not in config["optimizer"]:
         fail(f"{path}: optimizer has no type, such as AdamW")
     return config
+
+
+def refuse_constant(text):
+    """Raise ValueError for NaN and Infinity, which Python's reader of JSON lets through."""
+    raise ValueError(f"it has {text}, which is no number")
 
 
 @contextlib.contextmanager
@@ -174,7 +184,7 @@ def note_config(args, engine):
 def share_batch(args):
     """Have each process take its share of --global-batch; without that, set it to what the other settings make it."""
     steps = args.gradient_accumulation_steps = read_config(args.deepspeed_config).get("gradient_accumulation_steps", 1)
-    if not isinstance(steps, int) or steps < 1:
+    if type(steps) is not int or steps < 1:
         fail(f"{args.deepspeed_config}: gradient_accumulation_steps must be 1 or more, not {steps!r}")
     if args.global_batch is None:
         args.global_batch = args.world_size * args.batch_size * steps

@@ -82,6 +82,7 @@ def explain_errors():
             return sys.__excepthook__(kind, error, trace)
         with contextlib.suppress(OSError):  # what torchrun would print, a traceback
             os.unlink(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        sys.stderr = sys.__stderr__  # torch.distributed collects what a hook prints, to put the rank before each line
         fail(message)
 
     sys.excepthook = explain
@@ -124,21 +125,25 @@ def share_batch(args):
         args.global_batch = processes * args.batch_size * (args.gradient_accumulation_steps if accumulates else 1)
         return
     share, rest = divmod(args.global_batch, processes)
-    if rest:
-        near = " or ".join(str(number * processes) for number in (share, share + 1) if number)
-        shared = f"the number of processes that share it: use {near}"
-        fail(f"--global-batch {args.global_batch} is no multiple of {processes}, {shared}")
-    if not accumulates:
-        args.batch_size = share
-        return
-    parts = number_of_parts(share, args.batch_size)
-    if not parts:
-        below = next(number for number in range(share, 0, -1) if number_of_parts(number, args.batch_size))
-        above = next(number for number in itertools.count(share) if number_of_parts(number, args.batch_size))
-        near = f"use --global-batch {below * processes} or {above * processes}, or --batch-size {share}"
-        cut = f"no batches of {-(-args.batch_size // 2)} to {args.batch_size} (--batch-size) divide {share}"
-        fail(f"--global-batch {args.global_batch} is {share} samples for each of {processes} processes; {cut}: {near}")
-    args.batch_size, args.gradient_accumulation_steps = share // parts, parts
+
+    def fits(number):
+        return not accumulates or number_of_parts(number, args.batch_size)
+
+    if rest or not fits(share):
+        nearest = next(filter(fits, range(share, 0, -1)), None), next(filter(fits, itertools.count(share + 1)))
+        near = "use " + " or ".join(str(number * processes) for number in nearest if number)
+        wrong = (
+            f"--global-batch {args.global_batch} is no multiple of {processes}, the number of processes that share it"
+        )
+        if not rest:
+            wrong = f"--global-batch {args.global_batch} is {share} samples for each of {processes} processes, and no "
+            wrong += f"batches of {-(-args.batch_size // 2)} to {args.batch_size} (--batch-size) divide {share}"
+            near += f", or --batch-size {share}"
+        fail(f"{wrong}: {near}")
+    parts = number_of_parts(share, args.batch_size) if accumulates else 1
+    args.batch_size = share // parts
+    if accumulates:
+        args.gradient_accumulation_steps = parts
 
 
 def number_of_parts(share, most):
