@@ -6,6 +6,7 @@ What each example's parser refuses stands in harness/refusals.py: test_bad_input
 import argparse
 import importlib.util
 import json
+import runpy
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -247,10 +248,9 @@ VARIED = ["lr=0:inf", "lr=log:1e-4:inf", "lr=-inf:1", "lr=nan:1", "lr=0:nan", "l
 @pytest.mark.parametrize("words", VARIED)
 def test_ranges_of_a_sweep(words: str) -> None:
     """A range without an end, or that is none, is refused."""
-    from sweep import sweep
-
+    sweep = runpy.run_path(str(ROOT / "sweep" / "sweep.py"))
     with pytest.raises(argparse.ArgumentTypeError, match=words.split("=")[0]):
-        sweep.vary(words)
+        sweep["vary"](words)
 
 
 SWEEPS = {
@@ -267,10 +267,9 @@ def test_numbers_of_a_sweep(
     words: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A sweep's own numbers are looked at before anything is made."""
-    from sweep import sweep
-
+    sweep = runpy.run_path(str(ROOT / "sweep" / "sweep.py"))
     monkeypatch.setattr(sys, "argv", ["sweep.py", "run", "ddp_spawn", *words.split()])
     with pytest.raises(SystemExit) as ended:
-        sweep.parse_args()
+        sweep["parse_args"]()
     errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
     assert ended.value.code == 2 and len(errors) == 1 and says in errors[0]
