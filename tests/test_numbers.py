@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from harness import refusals
+from harness import refusals, runs
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
 
 
@@ -232,13 +232,11 @@ def test_other_errors(
 
 
 @pytest.mark.only("torchrun_vision")
-def test_batch_of_one_in_a_run(example: str, source: Path, tmp_path: Path) -> None:
-    """--batch-size 1 with a ResNet, whose last layers have one pixel: one line, in a run of one process."""
-    from harness.launchers import copy_example
-
-    folder = copy_example(source, tmp_path / "one")
-    refusals.assert_runs_refused(example, folder, {"--batch-size 1": ["BatchNorm needs batches of 2 or more"]}, {})
-    assert LAUNCHERS[example].status_after_bad_input == 1
+@pytest.mark.runs("weekly")
+def test_batch_of_one_in_a_run(example: str, folder: Path) -> None:
+    """--batch-size 1 with a ResNet, whose last layers have one pixel: one line in a run, and no checkpoint."""
+    run = runs.start(example, folder, 1, "--batch-size", 1).wait()
+    refusals.assert_refused(run, LAUNCHERS[example].status_after_bad_input, "BatchNorm needs batches of 2 or more")
     assert not list(folder.glob("output/checkpoint*"))
 
 
