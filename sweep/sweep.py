@@ -51,7 +51,7 @@ def vary(text: str) -> tuple[str, list[Any]]:
         if len(bounds) == 2:
             number = int if all(word.lstrip("-").isdigit() for word in bounds) else float
             low, high = map(number, bounds)
-            if name and low < high and (kind != "log" or low > 0):
+            if name and -math.inf < low < high < math.inf and (kind != "log" or low > 0):
                 return name, [kind, low, high]
         elif name and kind == "range" and len(bounds) == 1 and len(set(values.split(","))) > 1:
             return name, ["of", *values.split(",")]
@@ -511,6 +511,8 @@ def parse_args() -> argparse.Namespace:
     if not (args.example / "run.slurm").exists():
         names = ", ".join(sorted(path.parent.name for path in EXAMPLES.glob("*/run.slurm")))
         run.error(f"{example} has no run.slurm: name such a folder, or one of {names}")
+    if len(args.space) < len(args.vary):
+        run.error("--vary has the same flag twice: a trial could have one value of it only")
     if min(args.trials, args.startup) < 1 or args.warmup < 0:
         run.error("--trials and --startup must be 1 or more, and --warmup not below 0")
     if not own_task():

@@ -489,7 +489,7 @@ def test_bad_input(example: str, finished: Path) -> None:
     before = content(output), content(truncated)
     calls = {(READ, f"{same} --epochs {EPOCHS - 1}"): ["output/checkpoint", "5 epochs", "not 4"]}
     calls |= {("train.parse_args()", words): expected for words, expected in (BAD_ARGUMENTS | cifar).items()}
-    refusals.assert_runs_refused(example, finished, texts, calls)
+    refusals.assert_runs_refused(example, finished, texts, calls | refusals.bad_numbers(finished))
     assert (content(output), content(truncated)) == before
 
 

@@ -1,14 +1,16 @@
-"""The recipes in each example's README, "Make it yours": own data and own model, applied to a copy as they stand."""
+"""The recipes in each example's README, "Make it yours", and in docs/own-data.md, applied to a copy as they stand."""
 
 import ast
+import re
 import runpy
+import shutil
 from pathlib import Path
 
 import pytest
 
-from harness import outputs, readme, runs
-from harness.edits import apply_diff
-from harness.launchers import LAUNCHERS
+from harness import outputs, readme, refusals, runs
+from harness.edits import apply_diff, edit
+from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
 
 OWN = ("own_data", "own_model")  # files of the examples that train the ConvNet
 
@@ -87,6 +89,158 @@ def test_recipes_resumed(example: str, folder: Path) -> None:
     run = runs.train(example, folder, 2, "--epochs", 2, "--output-dir", "output/killed", "--resume")
     assert "continuing after epoch 1 of 2" in run.stdout
     outputs.assert_same_run(folder / "output" / "killed", folder / "output" / "whole")
+
+
+PAGE, OWN_FILES = ROOT / "docs" / "own-data.md", ROOT / "tests" / "own"
+HEADED = re.compile(r"^For ((?:\w+(?:, | and )?)+)(?:, .*)?:\n\n```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INPUT = "The shape of the input"
+KINDS = {  # folder of tests/own: the page's section, the column of metrics.csv, its bounds and epochs
+    "masks": ("Masks: a class for each pixel", "test_iou", (0.6, 1), 5),
+    "regression": ("Regression: a number for each sample", "test_rmse", (0.01, 0.4), 20),
+    "texts": ("Texts: inputs by their names", "test_accuracy", (0.9, 1), 4),
+    "several_labels": ("Several labels for each sample", "test_accuracy", (0.9, 1), 4),
+}
+NAMED = {name for names, _ in HEADED.findall(PAGE.read_text()) for name in re.findall(r"\w+", names)} & {*EXAMPLES}
+
+
+def diffs_of(example: str, section: str) -> list[str]:
+    """Return the diffs of a section of the page that are for an example."""
+    (text,) = re.findall(rf"^## {re.escape(section)}$(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(HEADED.findall(text)) == text.count("```diff"), "a diff does not say for which examples it is"
+    return [diff for names, diff in HEADED.findall(text) if example in re.findall(r"\w+", names)]
+
+
+def use_own_files(folder: Path, kind: str) -> None:
+    """Apply the README's diffs to a copy, with own data and an own model of this kind, and no loader workers."""
+    for text in readme.fences(folder / "README.md", "diff"):
+        apply_diff(folder / "train.py", text)
+    for file in (OWN_FILES / kind).glob("*.py"):
+        shutil.copy(file, folder)
+    text = (folder / "train.py").read_text()
+    text = re.sub(r'"num_workers": \d.*}$', '"num_workers": 0}', text, flags=re.MULTILINE)
+    (folder / "train.py").write_text(text.replace('loading["num_workers"] = 2', 'loading["num_workers"] = 0'))
+
+
+def measured(folder: Path, kind: str) -> dict[str, float]:
+    """Return loss and metric of model.pt over the test set, in one process, as they are defined."""
+    import torch
+    from torch.nn import functional as F
+
+    data, model = (runpy.run_path(str(folder / f"{name}.py")) for name in OWN)
+    model = model["OwnModel"]()
+    model.load_state_dict(outputs.read_model(folder / "output"))
+    _, test_set = data["load"]("digits", "data")
+    inputs, labels = test_set[list(range(len(test_set)))]
+    with torch.no_grad():
+        logits = model.eval()(inputs)
+    if kind == "regression":
+        errors = (logits - labels).double()
+        return {"test_loss": errors.square().mean().item(), "test_rmse": errors.square().mean().sqrt().item()}
+    if kind == "several_labels":
+        loss = F.binary_cross_entropy_with_logits(logits, labels)
+        return {"test_loss": loss.item(), "test_accuracy": ((logits > 0) == (labels > 0)).double().mean().item()}
+    found, loss = logits.argmax(1), F.cross_entropy(logits, labels).item()
+    if kind != "masks":
+        return {"test_loss": loss, "test_accuracy": (found == labels).double().mean().item()}
+    areas = [((found == n) & (labels == n), (found == n) | (labels == n)) for n in range(data["CLASSES"])]
+    overlaps = [(both.sum() / either.sum()).item() for both, either in areas]
+    accuracy = (found == labels).double().mean().item()
+    return {"test_loss": loss, "test_iou": sum(overlaps) / len(overlaps), "test_accuracy": accuracy}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_page_fits(example: str, folder: Path, kind: str) -> None:
+    """The page's diffs apply, after the README's, to each example that they name, and what they make is Python."""
+    section, *_ = KINDS[kind]
+    diffs = diffs_of(example, INPUT) + diffs_of(example, section)
+    assert bool(diffs) <= (example in NAMED)
+    if not diffs:
+        return
+    use_own_files(folder, kind)
+    for text in diffs:
+        apply_diff(folder / "train.py", text)
+    ast.parse((folder / "train.py").read_text())
+    if kind == "texts":  # the page's class is that of the test
+        (block,) = readme.fences(PAGE, "python")
+        assert block in (folder / "own_data.py").read_text()
+
+
+@pytest.mark.only("convnet")
+@pytest.mark.only("pytorch")
+@pytest.mark.runs("one")
+@pytest.mark.parametrize("kind", [*list(KINDS)[:3], pytest.param("several_labels", marks=pytest.mark.runs("weekly"))])
+def test_own_kind(example: str, folder: Path, kind: str) -> None:
+    """The page's diffs train a model of each kind: the metric is far above chance, and is that of the model.
+
+    The numbers of all processes' shards are those that one process computes from model.pt; the printed lines name them.
+    Data of another size are refused at a resume.
+    """
+    section, column, (least, most), epochs = KINDS[kind]
+    diffs = diffs_of(example, section)
+    if not diffs and kind != "texts":
+        return
+    use_own_files(folder, kind)
+    for text in diffs_of(example, INPUT) + diffs:
+        apply_diff(folder / "train.py", text)
+    if column not in (folder / "train.py").read_text():  # masks without the second diff
+        column, least = "test_accuracy", 0.9
+    run = runs.train(example, folder, 2, "--epochs", epochs, "--batch-size", 16, "--lr", 0.005)
+    row, right = outputs.read_metrics(folder / "output")[-1], measured(folder, kind)
+    assert least < row[column] <= most, row
+    assert not {"test_accuracy", "test_iou", "test_rmse"} & row.keys() - {column}
+    assert row["test_loss"] == pytest.approx(right["test_loss"], rel=1e-5)
+    assert row[column] == pytest.approx(right[column], rel=1e-5)
+    printed = {"test_iou": "test IoU {:.4f},", "test_rmse": "test RMSE {:.4f},", "test_accuracy": "test acc {:.2%},"}
+    assert f"finished: {printed[column].format(row[column])}" in run.stdout
+    line = {"test_accuracy": f"| test acc {row[column]:7.2%} |"}.get(column)
+    assert (line or f"| {column.replace('_', ' ')} {row[column]:.4f} |") in run.stdout, run.stdout
+    assert ("test acc" in run.stdout) == (column == "test_accuracy")
+    if kind != "regression":
+        return
+    edit(folder / "own_data.py", "ROWS = 1280", "ROWS = 1281")
+    before = (folder / "output" / "metrics.csv").read_bytes()
+    more = runs.start(example, folder, 1, "--epochs", epochs + 1, "--batch-size", 32, "--resume").wait()
+    refusals.assert_refused(more, LAUNCHERS[example].status_after_bad_input, "1280", "1281", "output")
+    assert (folder / "output" / "metrics.csv").read_bytes() == before
+
+
+@pytest.mark.only("convnet")
+@pytest.mark.only("pytorch")
+@pytest.mark.runs("weekly")
+def test_mask_buffer(example: str, folder: Path) -> None:
+    """A model with BatchNorm, and a buffer of the largest negative numbers, learns with the README's recipe alone.
+
+    The ordinary run of "texts" above has such a buffer, too.
+    """
+    use_own_files(folder, "mask_buffer")
+    write_data(folder / "data")
+    runs.train(example, folder, 2, "--epochs", 5, "--batch-size", 16, "--lr", 0.002)
+    rows, weights = outputs.read_metrics(folder / "output"), outputs.read_model(folder / "output")
+    assert rows[-1]["test_accuracy"] > 0.6 and all(row["train_loss"] < 10 for row in rows)
+    assert weights["later"].min() == -3.4028234663852886e38 and weights["later"].max() == 0
+
+
+# What is left as it was: what the line says, with {line} for the place in train.py.
+FORGOTTEN = {
+    "masks": (["test_accuracy", "from 0 to 1", "labels.numel()", "train.py:"], [INPUT]),
+    "regression": (["train_loss", "exactly 0", "mse_loss", "train.py:"], [INPUT]),
+    "masks without its shape": (["fix_summation_order", "(1, 1, 28, 28)", "own_model.py", "edit that line"], []),
+}
+FIRST, *OTHERS = FORGOTTEN
+
+
+@pytest.mark.only("ddp_spawn")
+@pytest.mark.parametrize("what", [FIRST, *(pytest.param(name, marks=pytest.mark.runs("weekly")) for name in OTHERS)])
+def test_forgotten(example: str, folder: Path, what: str) -> None:
+    """Who forgets the page's lines gets one line that names the line of train.py to change, and no finished run."""
+    says, sections = FORGOTTEN[what]
+    use_own_files(folder, what.split()[0])
+    for section in sections:
+        for text in diffs_of(example, section):
+            apply_diff(folder / "train.py", text)
+    run = runs.start(example, folder, 1, "--epochs", 3, "--batch-size", 64).wait()
+    refusals.assert_refused(run, LAUNCHERS[example].status_after_bad_input, *says)
+    assert not (folder / "output" / "model.pt").exists()
 
 
 def test_diff_that_does_not_apply(tmp_path: Path) -> None:

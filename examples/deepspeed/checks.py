@@ -341,7 +341,12 @@ def wrong_labels(output):
 
 def explain(error):
     """Return an error message for an exception that says too little to a beginner, or None."""
-    text = str(error)
+    text = str(error).strip()
+    last = text.rpartition("\n")[2]  # of a loader worker's traceback the error itself
+    if type(error).__name__ == "DataError":
+        return re.sub(r"^[\w.]*DataError: ", "", last)
+    if last.startswith("Expected more than 1 value per channel"):
+        return f"BatchNorm needs batches of 2 or more samples ({last}): use a larger --batch-size"
     if found := re.search(r"Target (-?\d+) is out of bounds|label value of (-?\d+) which is outside", text):
         label = found[1] or found[2]
         return (

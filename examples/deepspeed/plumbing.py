@@ -48,12 +48,26 @@ def end(status):
     os._exit(status)  # not by the interpreter's shutdown, during which Gloo's threads can abort the process
 
 
+def check_numbers(parser, args):
+    """Refuse numbers that cannot work."""
+    # Seeds: what each generator takes, NumPy's and Keras's, too. Timeouts: 23 days; milliseconds of 32 bits end there.
+    largest = {"seed": 2**32 - 1, "timeout": 2_000_000, "workers": max(64, os.cpu_count())}
+    for name, value in vars(args).items():
+        if type(value) not in (int, float):
+            continue
+        flag, most = f"--{name.replace('_', '-')}", largest.get(name, 2**31 - 1 if type(value) is int else float("inf"))
+        least = 0 if type(value) is float or name in ("warmup_steps", "workers", "zero_stage", "seed") else 1
+        if not least <= value < float("inf"):
+            parser.error(f"{flag} must be {least} or more, not {value}")
+        if value > most:
+            parser.error(f"{flag} must be at most {most}, not {value}")
+    if getattr(args, "max_grad_norm", None) == 0:
+        parser.error("--max-grad-norm must be above 0, not 0: leave it out, and gradients are not clipped")
+
+
 def check_args(parser, args):
     """Refuse numbers that cannot work, and more processes than GPUs."""
-    for name, value in vars(args).items():
-        least = 0 if type(value) is float or name in ("warmup_steps", "workers", "zero_stage") else 1
-        if type(value) in (int, float) and name != "seed" and not least <= value < float("inf"):
-            parser.error(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
+    check_numbers(parser, args)
     if 0 < (gpus := torch.cuda.device_count()) < getattr(args, "processes", 1):
         parser.error(f"{args.processes} processes on {os.uname().nodename}, which has {gpus} GPUs: start one for each")
 
@@ -114,8 +128,8 @@ def keep_printing():
 def prepare_process(args):
     """Make this process end when its launcher does, print lines immediately, and set up Gloo."""
     hangs.listen()
-    keep_memory()
     explain_errors()
+    keep_memory()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its launcher
     keep_printing()
     check_environment()
@@ -129,9 +143,12 @@ def explain_errors():
     """Have an exception that says too little, such as one of a label that is no class, end this process with a line."""
 
     def hook(kind, error, trace):
-        if message := checks.explain(error):
-            fail(message)
-        sys.__excepthook__(kind, error, trace)
+        if not (message := checks.explain(error)):
+            return sys.__excepthook__(kind, error, trace)
+        with contextlib.suppress(OSError):  # what torchrun would print, a traceback
+            os.unlink(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        sys.stderr = sys.__stderr__  # torch.distributed collects what a hook prints, to put the rank before each line
+        fail(message)
 
     sys.excepthook = hook
 
@@ -172,7 +189,7 @@ def read_config(path):
     """Return DeepSpeed's config file as a dict that has all sections which train.py sets values of."""
     kept = Path(sys.argv[0]).parent / path  # in a job beside the copy of train.py, see requeue.sh
     try:
-        config = json.loads((kept if kept.exists() else path).read_text())
+        config = json.loads((kept if kept.exists() else path).read_text(), parse_constant=refuse_constant)
     except OSError as error:
         fail(f"cannot read --deepspeed_config {path} ({error.strerror})")
     except ValueError as error:
@@ -180,11 +197,20 @@ def read_config(path):
     for name in ("zero_optimization", "bf16", "optimizer"):
         if not isinstance(config, dict) or not isinstance(config.setdefault(name, {}), dict):
             fail(f"{path}: {name} must be an object: {{...}}")
-    if "train_batch_size" in config:
-        fail(f"{path}: remove train_batch_size: it follows from --batch-size and gradient_accumulation_steps")
+    for name in ("train_batch_size", "train_micro_batch_size_per_gpu"):
+        if name in config:
+            fail(f"{path}: remove {name}: it follows from --batch-size and gradient_accumulation_steps")
+    clipping = config.get("gradient_clipping", 0)
+    if type(clipping) not in (int, float) or clipping < 0:
+        fail(f"{path}: gradient_clipping must be 0 (none) or more, not {clipping!r}")
     if "type" not in config["optimizer"]:
         fail(f"{path}: optimizer has no type, such as AdamW")
     return config
+
+
+def refuse_constant(text):
+    """Raise ValueError for NaN and Infinity, which Python's reader of JSON lets through."""
+    raise ValueError(f"it has {text}, which is no number")
 
 
 @contextlib.contextmanager
@@ -212,12 +238,15 @@ def note_config(args, engine):
 def share_batch(args):
     """Have each process take its share of --global-batch; without that, set it to what the other settings make it."""
     steps = args.gradient_accumulation_steps = read_config(args.deepspeed_config).get("gradient_accumulation_steps", 1)
-    if not isinstance(steps, int) or steps < 1:
+    if type(steps) is not int or steps < 1:
         fail(f"{args.deepspeed_config}: gradient_accumulation_steps must be 1 or more, not {steps!r}")
     if args.global_batch is None:
         args.global_batch = args.world_size * args.batch_size * steps
-    elif args.global_batch % (args.world_size * steps):
-        fail(f"--global-batch {args.global_batch} is no multiple of {args.world_size} processes times {steps} batches")
+    elif rest := args.global_batch % (args.world_size * steps):
+        below = args.global_batch - rest
+        near = " or ".join(str(number) for number in (below, below + args.world_size * steps) if number)
+        shared = f"{args.world_size} processes times {steps} batches: use {near}"
+        fail(f"--global-batch {args.global_batch} is no multiple of {shared}")
     args.batch_size = args.global_batch // args.world_size // steps
 
 
@@ -393,7 +422,11 @@ def print_epoch(args, progress):
     row = progress["history"][-1]
     losses = f"train loss {row['train_loss']:.4f} | test loss {row['test_loss']:.4f}"
     speed = f"{row['samples_per_second']:5.0f} samples/s | {row['seconds']:6.2f} s"
-    print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | test acc {row['test_accuracy']:7.2%} | {speed}")
+    others = [name for name in row if name.startswith("test_") and name != "test_loss"]
+    metric = " | ".join(f"{name.replace('_', ' ')} {row[name]:.4f}" for name in others)  # own ones, such as test_rmse
+    if "test_accuracy" in row:
+        metric = f"test acc {row['test_accuracy']:7.2%}"
+    print(f"epoch {row['epoch']:2}/{args.epochs} | {losses} | {metric} | {speed}")
 
 
 def commit():

@@ -99,6 +99,8 @@ def _synthetic(size, seed):
 def _read_idx(path):
     """Return the array in a file of MNIST's format: its sizes, as big-endian 32-bit numbers, then the bytes."""
     content = path.read_bytes()
+    if content[:3] != b"\0\0\x08":
+        raise ValueError("it does not begin as a file of bytes in MNIST's format does")
     dimensions = content[3]
     sizes = np.frombuffer(content, ">i4", dimensions, offset=4)
     return np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions).reshape(sizes)
@@ -116,6 +118,9 @@ def _idx_files(name, data_dir, images, labels):
         raise DataError(f"a file in {folder} cannot be read ({error!r}): remove it, then run: {command}") from error
     if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1] or not len(labels):
         raise DataError(f"the files in {folder} do not belong together: remove that folder, then run: {command}")
+    if labels.max() > 9 or not images.any():
+        found = f"labels up to {labels.max()}" if images.any() else "images without a pixel above 0"
+        raise DataError(f"the files in {folder} have {found}: remove that folder, then run: {command}")
     return Images(images, labels)
 
 
@@ -143,6 +148,89 @@ def download(name, data_dir):
     except Exception as error:  # get_file raises a plain Exception, or ValueError for a wrong checksum
         raise DataError(f"{name} was not downloaded: {' '.join(str(error).split())}") from error
     return target
+
+
+def labelled_images(path, classes, size=(28, 28)):
+    """Return the arrays `images` (N, *size), uint8, and `labels` (N,) of an .npz file, looked at as a whole.
+
+    Raises DataError, with what was found and what is expected, if training with them would go wrong.
+    """
+    found = _arrays(path)
+    names = ", ".join(found) or "nothing"
+    if not {"images", "labels"} <= found.keys():
+        usual = "x_train and y_train, X and y, data and target, arr_0 and arr_1"
+        advice = f"np.savez(path, images=x, labels=y), in the place of {usual}"
+        raise DataError(f"own_data.py: {path} has {names}; expected images and labels: {advice}")
+    images, labels = found["images"], found["labels"]
+    wrong = _wrong_images(images, size) or _wrong_labels(labels, classes)
+    if not wrong and len(images) != len(labels):
+        wrong = f"there are {len(images)} images and {len(labels)} labels; expected as many"
+    if wrong:
+        raise DataError(f"own_data.py: {path}: {wrong}")
+    return images, labels
+
+
+def _arrays(path):
+    """Return the arrays in an .npz file by their names."""
+    try:
+        file = np.load(path)
+        if isinstance(file, np.ndarray):
+            raise ValueError("it is a single array, as np.save writes it")
+        with file:
+            return {name: file[name] for name in file.files}
+    except FileNotFoundError:
+        there = ", ".join(sorted(entry.name for entry in Path(path).parent.glob("*"))[:8]) or "nothing"
+        raise DataError(f"own_data.py: there is no {path}; {Path(path).parent} has {there}") from None
+    except Exception as error:  # a damaged file can raise almost anything
+        reason = " ".join(str(error).split())[:160]
+        advice = "copy it again, or write it with np.savez(path, images=x, labels=y), without object arrays"
+        raise DataError(f"own_data.py: {path} is damaged, or no .npz file ({reason}): {advice}") from None
+
+
+def _wrong_images(images, size):
+    """Return what is wrong with an array of images, or None."""
+    if images.shape[1:] != tuple(size):
+        flat = images.ndim > 1 and images.dtype.kind in "biuf" and images[:1].size == size[0] * size[1]
+        advice = f": save images.reshape(-1, {size[0]}, {size[1]})" if flat else ""
+        return f"images have the shape {images.shape}; expected (N, {size[0]}, {size[1]}){advice}"
+    if not len(images):
+        return "there are no images; expected 1 or more"
+    if images.dtype.kind not in "biuf":
+        return f"images are {images.dtype}; expected uint8 from 0 to 255"
+    low, high = float(images.min()), float(images.max())
+    if images.dtype != np.uint8:
+        advice = "scale them to 0 to 255, and save images.round().astype('uint8')"
+        if 0 <= low <= high <= 255:
+            advice = f"save (images{' * 255.0' if high <= 1 else ''}).round().astype('uint8')"
+        return f"images are {images.dtype} from {low:g} to {high:g}; expected uint8 from 0 to 255: {advice}"
+    if high <= 1:  # also what is left of numbers from 0 to 1 without their digits
+        return f"images are from {low:g} to {high:g}; expected 0 to 255: multiply by 255 before they become uint8"
+    return None
+
+
+def _wrong_labels(labels, classes):
+    """Return what is wrong with an array of labels, or None."""
+    if labels.ndim != 1:
+        advice = ""
+        if labels.ndim == 2:
+            advice = ": save labels.argmax(1)" if labels.shape[1] > 1 else ": save labels[:, 0]"
+        return f"labels have the shape {labels.shape}; expected (N,), one number for each image{advice}"
+    if not len(labels):
+        return "there are no labels; expected 1 or more"
+    expected = f"expected whole numbers from 0 to {classes - 1} (CLASSES in own_data.py)"
+    if labels.dtype.kind == "f":
+        wrong = "have NaN or infinity" if not np.isfinite(labels).all() else f"are {labels.dtype}"
+        return f"labels {wrong}, such as {labels[0]:g}; {expected}: save labels.astype('int64') once they are whole"
+    if labels.dtype.kind not in "iu":
+        advice = "number them: np.unique(labels, return_inverse=True)[1]"
+        return f"labels are {labels.dtype}, such as {labels[0]!r}; {expected}: {advice}"
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= classes:
+        advice = ": save labels - 1" if (low, high) == (1, classes) else ""
+        return f"labels are {low} to {high}; {expected}{advice}"
+    if low == high and len(labels) > 1:
+        return f"all {len(labels)} labels are {low}, so that there is nothing to learn; {expected}"
+    return None
 
 
 def main():

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import warnings
 
 import torch
@@ -48,6 +47,7 @@ def check_tasks(parser, args):
 def prepare_process(args):
     """Make this process end when its launcher does, print lines immediately, and set what Lightning reads."""
     hangs.listen()
+    plumbing.explain_errors()
     plumbing.check_environment()
     plumbing.keep_memory()
     plumbing.keep_printing()
@@ -99,12 +99,10 @@ def print_errors(main):
         try:
             main(*args)
         except Exception as error:
-            if message := plumbing.checks.explain(error):
-                plumbing.fail(message)
             # If another process has failed before, watch() ends this one without a traceback; if it is the one that has
             # started this one and has ended, the kernel does so, a moment after it has closed the connection.
             time.sleep(1 if os.environ.get("STARTED_BY") == f"{os.getpid()}" else 0.2)
-            traceback.print_exc()
+            sys.excepthook(type(error), error, error.__traceback__)
             time.sleep(1)  # for the launcher's word on a process that has died
             os._exit(1)
 

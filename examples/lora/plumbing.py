@@ -9,6 +9,7 @@ import ctypes
 import errno
 import fcntl
 import io
+import itertools
 import json
 import multiprocessing.util
 import os
@@ -21,6 +22,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 import zipfile
 import zlib
@@ -55,12 +57,26 @@ def end(status):
     os._exit(status)  # not by the interpreter's shutdown, during which Gloo's threads can abort the process
 
 
+def check_numbers(parser, args):
+    """Refuse numbers that cannot work."""
+    # Seeds: what each generator takes, NumPy's and Keras's, too. Timeouts: 23 days; milliseconds of 32 bits end there.
+    largest = {"seed": 2**32 - 1, "timeout": 2_000_000, "workers": max(64, os.cpu_count())}
+    for name, value in vars(args).items():
+        if type(value) not in (int, float):
+            continue
+        flag, most = f"--{name.replace('_', '-')}", largest.get(name, 2**31 - 1 if type(value) is int else float("inf"))
+        least = 0 if type(value) is float or name in ("warmup_steps", "workers", "zero_stage", "seed") else 1
+        if not least <= value < float("inf"):
+            parser.error(f"{flag} must be {least} or more, not {value}")
+        if value > most:
+            parser.error(f"{flag} must be at most {most}, not {value}")
+    if getattr(args, "max_grad_norm", None) == 0:
+        parser.error("--max-grad-norm must be above 0, not 0: leave it out, and gradients are not clipped")
+
+
 def check_args(parser, args):
     """Refuse numbers that cannot work, and more processes than GPUs."""
-    for name, value in vars(args).items():
-        least = 0 if type(value) is float or name in ("warmup_steps", "workers", "zero_stage") else 1
-        if type(value) in (int, float) and name != "seed" and not least <= value < float("inf"):
-            parser.error(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
+    check_numbers(parser, args)
     if 0 < (gpus := torch.cuda.device_count()) < getattr(args, "processes", 1):
         parser.error(f"{args.processes} processes on {os.uname().nodename}, which has {gpus} GPUs: start one for each")
 
@@ -121,8 +137,8 @@ def keep_printing():
 def prepare_process(args):
     """Make this process end when its launcher does, print lines immediately, and set up Gloo."""
     hangs.listen()
-    keep_memory()
     explain_errors()
+    keep_memory()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its launcher
     keep_printing()
     check_environment()
@@ -136,9 +152,12 @@ def explain_errors():
     """Have an exception that says too little, such as one of a label that is no class, end this process with a line."""
 
     def hook(kind, error, trace):
-        if message := checks.explain(error):
-            fail(message)
-        sys.__excepthook__(kind, error, trace)
+        if not (message := checks.explain(error)):
+            return sys.__excepthook__(kind, error, trace)
+        with contextlib.suppress(OSError):  # what torchrun would print, a traceback
+            os.unlink(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        sys.stderr = sys.__stderr__  # torch.distributed collects what a hook prints, to put the rank before each line
+        fail(message)
 
     sys.excepthook = hook
 
@@ -173,19 +192,38 @@ def share_batch(args):
     """Have each process take its share of --global-batch; without that, set it to what the other settings make it.
 
     A process takes its share in as few batches of at most --batch-size as divide it, where the example can accumulate
-    gradients, and else in one.
+    gradients, and otherwise in one. Batches of less than half of --batch-size are refused: they take far longer.
     """
     processes, accumulates = getattr(args, "groups", args.world_size), hasattr(args, "gradient_accumulation_steps")
     if args.global_batch is None:
         args.global_batch = processes * args.batch_size * (args.gradient_accumulation_steps if accumulates else 1)
         return
     share, rest = divmod(args.global_batch, processes)
-    if rest:
-        fail(f"--global-batch {args.global_batch} is no multiple of {processes}, the number of processes that share it")
-    most = min(share, args.batch_size) if accumulates else share
-    args.batch_size = next(size for size in range(most, 0, -1) if share % size == 0)
+
+    def fits(number):
+        return not accumulates or number_of_parts(number, args.batch_size)
+
+    if rest or not fits(share):
+        nearest = next(filter(fits, range(share, 0, -1)), None), next(filter(fits, itertools.count(share + 1)))
+        near = "use " + " or ".join(str(number * processes) for number in nearest if number)
+        wrong = (
+            f"--global-batch {args.global_batch} is no multiple of {processes}, the number of processes that share it"
+        )
+        if not rest:
+            wrong = f"--global-batch {args.global_batch} is {share} samples for each of {processes} processes, and no "
+            wrong += f"batches of {-(-args.batch_size // 2)} to {args.batch_size} (--batch-size) divide {share}"
+            near += f", or --batch-size {share}"
+        fail(f"{wrong}: {near}")
+    parts = number_of_parts(share, args.batch_size) if accumulates else 1
+    args.batch_size = share // parts
     if accumulates:
-        args.gradient_accumulation_steps = share // args.batch_size
+        args.gradient_accumulation_steps = parts
+
+
+def number_of_parts(share, most):
+    """Return the least number of equal parts of at most `most`, and of at least half of that, or None without any."""
+    most = min(share, most)
+    return next((parts for parts in range(-(-share // most), 2 * share // most + 1) if share % parts == 0), None)
 
 
 def count_steps(args, samples, train_set, test_set):
@@ -210,7 +248,18 @@ def fix_summation_order(ddp_model, zeros):
     A resumed run then sums in the same order as an uninterrupted one, and its results are bit-identical.
     """
     ddp_model.eval()  # leaves the statistics of BatchNorm layers unchanged
-    output = ddp_model(zeros)
+    try:
+        output = ddp_model(zeros)
+    except Exception as error:
+        message = " ".join(str(error).split())
+        if isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)) or re.search("CUDA|gloo", message):
+            raise  # not a matter of the shape
+        frames = traceback.extract_tb(error.__traceback__)
+        *_, own = [frame for frame in frames if Path(frame.filename).parent == Path(__file__).parent]
+        where = f"{Path(own.filename).name}, line {own.lineno}: {type(error).__name__}: {message:.200}"
+        given = f"{tuple(zeros.shape)}, {zeros.dtype}" if isinstance(zeros, torch.Tensor) else type(zeros).__name__
+        wrong = f"the model does not take what train.py gives fix_summation_order, {given} ({where})"
+        fail(f"{wrong}: edit that line, so that it is as your model's input")
     output = getattr(output, "logits", output)  # models of transformers return an object
     if message := checks.wrong_labels(output):
         fail(message)

@@ -15,6 +15,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,10 +110,13 @@ def _torchvision(name: str, data_dir: str, train: bool) -> Images:
         if "not found" in str(error):
             raise DataError(f"no {name} in {folder}: where there is internet, run: {command}") from error
         raise DataError(f"a file in {folder} is damaged: remove that folder, then run: {command}") from error
-    except (AssertionError, EOFError, IndexError, KeyError, OSError, ValueError) as error:
+    except (AssertionError, EOFError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
         raise DataError(f"a file in {folder} cannot be read ({error!r}): remove it, then run: {command}") from error
     if part.data.shape[1:] != (28, 28) or len(part.data) != len(part.targets) or not len(part.data):
         raise DataError(f"the files in {folder} do not belong together: remove that folder, then run: {command}")
+    if part.targets.max() > 9 or not part.data.any():
+        found = f"labels up to {part.targets.max()}" if part.data.any() else "images without a pixel above 0"
+        raise DataError(f"the files in {folder} have {found}: remove that folder, then run: {command}")
     return Images(part.data, part.targets)
 
 
@@ -134,6 +138,117 @@ def download(name: str, data_dir: str) -> Path:
     except (OSError, RuntimeError) as error:  # torchvision raises RuntimeError for a wrong checksum
         raise DataError(f"{name} was not downloaded: {' '.join(str(error).split())}") from error
     return folder
+
+
+def labelled_images(path: Path, classes: int, size: tuple[int, int] = (28, 28)) -> tuple[np.ndarray, np.ndarray]:
+    """Return the arrays `images` (N, *size), uint8, and `labels` (N,) of an .npz file, looked at as a whole.
+
+    Raises DataError, with what was found and what is expected, if training with them would go wrong.
+    """
+    found = _arrays(path)
+    names = ", ".join(found) or "nothing"
+    if not {"images", "labels"} <= found.keys():
+        usual = "x_train and y_train, X and y, data and target, arr_0 and arr_1"
+        advice = f"np.savez(path, images=x, labels=y), in the place of {usual}"
+        raise DataError(f"own_data.py: {path} has {names}; expected images and labels: {advice}")
+    images, labels = found["images"], found["labels"]
+    wrong = _wrong_images(images, size) or _wrong_labels(labels, classes)
+    if not wrong and len(images) != len(labels):
+        wrong = f"there are {len(images)} images and {len(labels)} labels; expected as many"
+    if wrong:
+        raise DataError(f"own_data.py: {path}: {wrong}")
+    return images, labels
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays in an .npz file by their names."""
+    try:
+        file = np.load(path)
+        if isinstance(file, np.ndarray):
+            raise ValueError("it is a single array, as np.save writes it")
+        with file:
+            return {name: file[name] for name in file.files}
+    except FileNotFoundError:
+        there = ", ".join(sorted(entry.name for entry in Path(path).parent.glob("*"))[:8]) or "nothing"
+        raise DataError(f"own_data.py: there is no {path}; {Path(path).parent} has {there}") from None
+    except Exception as error:  # a damaged file can raise almost anything
+        reason = " ".join(str(error).split())[:160]
+        advice = "copy it again, or write it with np.savez(path, images=x, labels=y), without object arrays"
+        raise DataError(f"own_data.py: {path} is damaged, or no .npz file ({reason}): {advice}") from None
+
+
+def _wrong_images(images: np.ndarray, size: tuple[int, int]) -> str | None:
+    """Return what is wrong with an array of images, or None."""
+    if images.shape[1:] != tuple(size):
+        flat = images.ndim > 1 and images.dtype.kind in "biuf" and images[:1].size == size[0] * size[1]
+        advice = f": save images.reshape(-1, {size[0]}, {size[1]})" if flat else ""
+        return f"images have the shape {images.shape}; expected (N, {size[0]}, {size[1]}){advice}"
+    if not len(images):
+        return "there are no images; expected 1 or more"
+    if images.dtype.kind not in "biuf":
+        return f"images are {images.dtype}; expected uint8 from 0 to 255"
+    low, high = float(images.min()), float(images.max())
+    if images.dtype != np.uint8:
+        advice = "scale them to 0 to 255, and save images.round().astype('uint8')"
+        if 0 <= low <= high <= 255:
+            advice = f"save (images{' * 255.0' if high <= 1 else ''}).round().astype('uint8')"
+        return f"images are {images.dtype} from {low:g} to {high:g}; expected uint8 from 0 to 255: {advice}"
+    if high <= 1:  # also what is left of numbers from 0 to 1 without their digits
+        return f"images are from {low:g} to {high:g}; expected 0 to 255: multiply by 255 before they become uint8"
+    return None
+
+
+def _wrong_labels(labels: np.ndarray, classes: int) -> str | None:
+    """Return what is wrong with an array of labels, or None."""
+    if labels.ndim != 1:
+        advice = ""
+        if labels.ndim == 2:
+            advice = ": save labels.argmax(1)" if labels.shape[1] > 1 else ": save labels[:, 0]"
+        return f"labels have the shape {labels.shape}; expected (N,), one number for each image{advice}"
+    if not len(labels):
+        return "there are no labels; expected 1 or more"
+    expected = f"expected whole numbers from 0 to {classes - 1} (CLASSES in own_data.py)"
+    if labels.dtype.kind == "f":
+        wrong = "have NaN or infinity" if not np.isfinite(labels).all() else f"are {labels.dtype}"
+        return f"labels {wrong}, such as {labels[0]:g}; {expected}: save labels.astype('int64') once they are whole"
+    if labels.dtype.kind not in "iu":
+        advice = "number them: np.unique(labels, return_inverse=True)[1]"
+        return f"labels are {labels.dtype}, such as {labels[0]!r}; {expected}: {advice}"
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= classes:
+        advice = ": save labels - 1" if (low, high) == (1, classes) else ""
+        return f"labels are {low} to {high}; {expected}{advice}"
+    if low == high and len(labels) > 1:
+        return f"all {len(labels)} labels are {low}, so that there is nothing to learn; {expected}"
+    return None
+
+
+def checked(sample: Any, index: int, shape: tuple, label_shape: tuple = (), classes: int | None = None) -> tuple:
+    """Return a sample, an image and its label, if a batch can take it; it would stretch one of another shape.
+
+    Labels are whole numbers below `classes`, or without that any finite ones. Raises DataError.
+    """
+    returns = f"own_data.py: sample({index}) returns"
+    try:
+        image, label = sample
+        label = torch.as_tensor(label)
+    except (TypeError, ValueError, RuntimeError):
+        found = " ".join(repr(sample).split())[:80]
+        raise DataError(f"{returns} {found}; expected an image and its label, in numbers") from None
+    if not isinstance(image, torch.Tensor) or not image.is_floating_point():
+        kind = getattr(image, "dtype", type(image).__name__)
+        raise DataError(f"{returns} an image of type {kind}; expected a tensor of torch.float32")
+    for what, value, expected in (("an image", image, shape), ("a label", label, label_shape)):
+        if value.shape != expected:
+            raise DataError(f"{returns} {what} of shape {tuple(value.shape)}; expected {expected}")
+        if not value.isfinite().all():
+            raise DataError(f"{returns} {what} with NaN or infinity: correct it, or leave it out")
+    if classes is not None and (
+        label.is_floating_point() or not 0 <= label.long().min() <= label.long().max() < classes
+    ):
+        found = f"{label.item()!r}" if not label.ndim else f"{label.min()} to {label.max()} ({label.dtype})"
+        raise DataError(f"{returns} the label {found}; expected whole numbers from 0 to {classes - 1}, see CLASSES")
+    return image, label
 
 
 class Tokens(Dataset):

@@ -1,0 +1,273 @@
+"""Numbers that cannot work, or would train something else than was asked for: one line, with the nearest that works.
+
+What each example's parser refuses stands in harness/refusals.py: test_bad_input of test_contract.py tries all of it.
+"""
+
+import argparse
+import importlib.util
+import json
+import runpy
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from harness import refusals, runs
+from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
+
+
+class Refused(Exception):
+    """What stands in the place of fail(), which would end the process of the tests."""
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return an example's plumbing.py, whose fail() raises Refused."""
+    folder = ROOT / "examples" / name
+    monkeypatch.syspath_prepend(str(folder))
+    for module in ("hangs", "checks"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    spec = importlib.util.spec_from_file_location(f"plumbing_of_{name}", folder / "plumbing.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def fail(message: str) -> None:
+        raise Refused(message)
+
+    monkeypatch.setattr(module, "fail", fail)
+    return module
+
+
+@pytest.fixture
+def plumbing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The functions that all examples share."""
+    return load("torchrun_multinode", monkeypatch)
+
+
+def test_each_flag_has_a_row() -> None:
+    """Each flag of an example's that takes a number has a row among those that must be refused."""
+    tried = {words.split()[0] for words in refusals.BAD_NUMBERS}
+    for name in EXAMPLES:
+        calls = refusals.bad_numbers(ROOT / "examples" / name)
+        assert len(calls) >= 14, name
+        lines = (ROOT / "examples" / name / "train.py").read_text().splitlines()
+        flags = {
+            line.split('"')[1] for line in lines if "add_argument(" in line and ("type=int" in line or "float" in line)
+        }
+        assert {flag for flag in flags if flag.startswith("--")} - tried <= {"--zero-stage", "--layers"}, name
+
+
+ACCEPTED = {
+    "epochs": [1, 10_000],
+    "batch_size": [1, 2**20],
+    "lr": [0.0, 1e-30, 1e-3, 1e3],  # 0: nothing is learnt, which a resume may want
+    "seed": [0, 42, 20261126, 2**32 - 1],
+    "timeout": [1, 300, 86_400, 2_000_000],
+    "warmup_steps": [0, 10**6],
+    "workers": [0, 64],
+    "max_grad_norm": [None, 1e-6, 1.0],
+    "keep_epochs": [None, 1, 1000],
+}
+CASES = [(name, value) for name, values in ACCEPTED.items() for value in values]
+
+
+@pytest.mark.parametrize(("name", "value"), CASES)
+def test_accepted(plumbing: ModuleType, name: str, value: float | None) -> None:
+    """Numbers up to the bounds are taken."""
+    plumbing.check_args(argparse.ArgumentParser(exit_on_error=False), Namespace(**{name: value}))
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1])
+def test_largest_seed(seed: int) -> None:
+    """All generators take what the examples make of the largest seed, in the largest runs."""
+    import numpy as np
+    import torch
+
+    torch.manual_seed(seed + (10**6 * 10**6 + 10**6) * 10**5)  # torchrun_vision: epochs, batches, processes
+    torch.Generator().manual_seed(seed * 10_000 + 9_999)  # fsdp: weights
+    torch.Generator().manual_seed(seed + 2**31)  # DistributedSampler: epochs
+    np.random.seed(seed)
+    np.random.default_rng([seed, 2**31])
+
+
+@pytest.mark.parametrize(("words", "seconds"), [("0.0001min", 0.006), ("0.001min", 0.06), ("999999min", 59_999_940)])
+def test_minutes(plumbing: ModuleType, words: str, seconds: float) -> None:
+    """A short time means a checkpoint after each step, as 1 does; a long one does not overflow."""
+    assert plumbing.steps_or_minutes(words).total_seconds() == pytest.approx(seconds)
+
+
+def shared(plumbing: ModuleType, processes: int, global_batch: int, batch: int, accumulates: bool = True) -> Namespace:
+    """Return what share_batch makes of these numbers."""
+    args = Namespace(world_size=processes, global_batch=global_batch, batch_size=batch)
+    if accumulates:
+        args.gradient_accumulation_steps = 1
+    plumbing.share_batch(args)
+    return args
+
+
+SHARED = {  # processes, global batch, batch size: batch size and batches, or what the refusal says
+    (2, 62, 16): "62 is 31 samples for each of 2 processes, and no batches of 8 to 16 (--batch-size) divide 31: "
+    "use 60 or 64, or --batch-size 31",
+    (1, 37, 16): "use 36 or 39, or --batch-size 37",
+    (3, 3 * 101, 32): "use 300 or 306, or --batch-size 101",
+    (4, 4 * 46, 22): "use 180 or 192, or --batch-size 46",
+    (2, 26, 4): "use 24 or 28, or --batch-size 13",
+    (2, 2 * 257, 256): "use 512 or 516, or --batch-size 257",
+    (2, 61, 16): "61 is no multiple of 2, the number of processes that share it: use 60 or 64",
+    (8, 100, 64): "100 is no multiple of 8, the number of processes that share it: use 96 or 104",
+    (4, 3, 64): "3 is no multiple of 4, the number of processes that share it: use 4",
+    (1000, 1, 64): "1 is no multiple of 1000, the number of processes that share it: use 1000",
+    (2, 62, 31): (31, 1),
+    (2, 62, 64): (31, 1),
+    (2, 64, 16): (16, 2),
+    (2, 60, 16): (15, 2),
+    (2, 48, 16): (12, 2),
+    (1, 9, 6): (3, 3),
+    (1, 8, 1): (1, 8),
+    (2, 6, 2): (1, 3),
+    (2, 2, 64): (1, 1),
+    (2, 2**30, 2**31 - 1): (2**29, 1),
+}
+
+
+@pytest.mark.parametrize(("numbers", "found"), SHARED.items())
+def test_share_of_global_batch(plumbing: ModuleType, numbers: tuple[int, int, int], found: str | tuple) -> None:
+    """A share is cut into equal batches of at most --batch-size and at least half of that, or the nearest are named."""
+    if isinstance(found, str):
+        with pytest.raises(Refused) as refused:
+            shared(plumbing, *numbers)
+        assert str(refused.value).startswith("--global-batch ") and found in str(refused.value)
+        near = [int(word) for word in found.replace(",", "").split("use ")[1].split() if word.isdigit()]
+        for number in near[:2]:
+            shared(plumbing, numbers[0], number, numbers[2])
+        return
+    args = shared(plumbing, *numbers)
+    assert (args.batch_size, args.gradient_accumulation_steps) == found
+    assert args.batch_size * args.gradient_accumulation_steps * numbers[0] == numbers[1]
+
+
+def test_share_in_one_batch(plumbing: ModuleType) -> None:
+    """An example that does not accumulate takes its share in one batch, whatever --batch-size says."""
+    assert shared(plumbing, 2, 62, 16, accumulates=False).batch_size == 31
+    with pytest.raises(Refused, match="use 60 or 62"):
+        shared(plumbing, 2, 61, 16, accumulates=False)
+
+
+CONFIGS = {
+    '{"gradient_clipping": NaN}': "it has NaN, which is no number",
+    '{"optimizer": {"params": {"weight_decay": Infinity}}}': "it has Infinity, which is no number",
+    '{"gradient_clipping": -1.0}': "gradient_clipping must be 0 (none) or more, not -1.0",
+    '{"gradient_clipping": "auto"}': "gradient_clipping must be 0 (none) or more, not 'auto'",
+    '{"gradient_clipping": true}': "gradient_clipping must be 0 (none) or more, not True",
+    '{"train_batch_size": 64}': "remove train_batch_size",
+    '{"train_micro_batch_size_per_gpu": 8}': "remove train_micro_batch_size_per_gpu: it follows from --batch-size",
+    '{"train_micro_batch_size_per_gpu": "auto"}': "remove train_micro_batch_size_per_gpu",
+    '{"gradient_accumulation_steps": 0}': "gradient_accumulation_steps must be 1 or more, not 0",
+    '{"gradient_accumulation_steps": -2}': "gradient_accumulation_steps must be 1 or more, not -2",
+    '{"gradient_accumulation_steps": 2.0}': "gradient_accumulation_steps must be 1 or more, not 2.0",
+    '{"gradient_accumulation_steps": true}': "gradient_accumulation_steps must be 1 or more, not True",
+    '{"gradient_accumulation_steps": "auto"}': "gradient_accumulation_steps must be 1 or more, not 'auto'",
+    '{"gradient_accumulation_steps": 3}': "no multiple of 2 processes times 3 batches: use 60 or 66",
+}
+
+
+@pytest.mark.parametrize(("text", "says"), CONFIGS.items())
+def test_numbers_of_deepspeed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, says: str) -> None:
+    """The config file of DeepSpeed has no number that would be replaced without a word, or is none."""
+    plumbing = load("deepspeed", monkeypatch)
+    config = json.loads(text)
+    config = {"optimizer": {"type": "AdamW"}} | config
+    config["optimizer"]["type"] = "AdamW"
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(Refused) as refused:
+        plumbing.share_batch(Namespace(deepspeed_config=path, global_batch=64, world_size=2, batch_size=32))
+    assert says in str(refused.value) and ("--global-batch" in str(refused.value) or str(path) in str(refused.value))
+
+
+def layers(kind: str) -> Callable[[], object]:
+    """Return a function that makes one step of a model with a layer of this kind and a batch of one sample."""
+    import torch
+    from torch import nn
+
+    shapes = {
+        "BatchNorm1d": (1, 4),
+        "BatchNorm2d": (1, 4, 1, 1),
+        "BatchNorm3d": (1, 4, 1, 1, 1),
+        "LazyBatchNorm1d": (1, 4),
+    }
+    make = getattr(nn, kind)
+    layer = make() if kind.startswith("Lazy") else make(4)
+    return lambda: layer(torch.ones(shapes[kind]))
+
+
+@pytest.mark.parametrize("kind", ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm1d"])
+def test_batch_of_one(plumbing: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """BatchNorm over a single value ends in one line that names --batch-size, whichever layer it is."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    plumbing.explain_errors()
+    with pytest.raises(ValueError) as raised:
+        layers(kind)()
+    with pytest.raises(Refused, match=r"BatchNorm needs batches of 2 or more .*: use a larger --batch-size"):
+        sys.excepthook(ValueError, raised.value, raised.value.__traceback__)
+
+
+def test_other_errors(
+    plumbing: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All other exceptions are shown as before; of a loader worker's DataError the last line is."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    plumbing.explain_errors()
+    error = ValueError("Expected something else")
+    sys.excepthook(ValueError, error, None)
+    assert "ValueError: Expected something else" in capsys.readouterr().err
+    kind = type("DataError", (Exception,), {})
+    worker = kind(
+        "Caught DataError in DataLoader worker process 1.\nOriginal Traceback:\ncommon.data.DataError: sample(3)"
+    )
+    with pytest.raises(Refused, match=r"^sample\(3\)$"):
+        sys.excepthook(kind, worker, None)
+
+
+@pytest.mark.only("torchrun_vision")
+@pytest.mark.runs("weekly")
+def test_batch_of_one_in_a_run(example: str, folder: Path) -> None:
+    """--batch-size 1 with a ResNet, whose last layers have one pixel: one line in a run, and no checkpoint."""
+    run = runs.start(example, folder, 1, "--batch-size", 1).wait()
+    refusals.assert_refused(run, LAUNCHERS[example].status_after_bad_input, "BatchNorm needs batches of 2 or more")
+    assert not list(folder.glob("output/checkpoint*"))
+
+
+VARIED = ["lr=0:inf", "lr=log:1e-4:inf", "lr=-inf:1", "lr=nan:1", "lr=0:nan", "lr=1:1", "lr=log:0:1", "batch-size=64"]
+
+
+@pytest.mark.parametrize("words", VARIED)
+def test_ranges_of_a_sweep(words: str) -> None:
+    """A range without an end, or that is none, is refused."""
+    sweep = runpy.run_path(str(ROOT / "sweep" / "sweep.py"))
+    with pytest.raises(argparse.ArgumentTypeError, match=words.split("=")[0]):
+        sweep["vary"](words)
+
+
+SWEEPS = {
+    "--vary lr=0:1 --trials 0": "--trials and --startup must be 1 or more",
+    "--vary lr=0:1 --startup -1": "--trials and --startup must be 1 or more",
+    "--vary lr=0:1 --warmup -1": "--warmup not below 0",
+    "--vary lr=0:1 --vary lr=1:2": "--vary has the same flag twice",
+    "--vary lr=0:inf": "lr=0:inf",
+}
+
+
+@pytest.mark.parametrize(("words", "says"), SWEEPS.items())
+def test_numbers_of_a_sweep(
+    words: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sweep's own numbers are looked at before anything is made."""
+    sweep = runpy.run_path(str(ROOT / "sweep" / "sweep.py"))
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "run", "ddp_spawn", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        sweep["parse_args"]()
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert ended.value.code == 2 and len(errors) == 1 and says in errors[0]
