@@ -154,6 +154,8 @@ def assert_recorded(output: Path) -> None:
     run = read_run(output)
     assert run["command"][0].endswith("train.py") and run["settings"]["world_size"] == 2 and run["versions"]["python"]
     assert len(run["starts"]) == 1 and run["starts"][0]["step"] == 0 and run["starts"][0]["time"] > 1.7e9
+    data, model = (run["starts"][-1][name] for name in ("data", "model"))
+    assert data["training"]["samples"] > data["test"]["samples"] > 0 and model["weights"] > 10_000 and model["name"]
     ranks = [rank for ranks in run["starts"][-1]["ranks"].values() for rank in ranks]
     last = run["stops"][-1]
     assert sorted(ranks) == [0, 1] and last["reason"].startswith("finished") and last["step"] > 0

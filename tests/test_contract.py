@@ -458,7 +458,8 @@ def test_another_number_of_processes(example: str, folder: Path, tmp_path: Path)
 READ = """
 args = train.parse_args()
 vars(args).pop("zero_stage", None)  # deepspeed has it from a file
-train.plumbing.accept(getattr(train, "shards", train.plumbing).read_checkpoint(args))
+train.plumbing.checks.look_at_model = lambda *_: None  # there is no model yet
+train.plumbing.accept(getattr(train, "shards", train.plumbing).read_checkpoint(args, None))
 """
 
 

@@ -215,7 +215,7 @@ def same(one, other):
     if len(one) != len(other) or any(len(a) != len(b) for a, b in zip(one, other, strict=True)):
         return False
     for a, b in zip(one, other, strict=True):
-        bound = 0 if len(a) == 1 else 0.01 * max(abs(a[1]), abs(b[1]))
+        bound = 0 if len(a) == 1 else 0.02 * max(abs(a[1]), abs(b[1]))
         if any(abs(x - y) > bound for x, y in zip(a, b, strict=True)):
             return False
     return True
@@ -372,7 +372,8 @@ def note_loss(loader, loss):
     losses["finite"] = finite & losses["finite"]
     losses["before"] = losses["before"] + losses["finite"]
     losses["batches"] += 1
-    losses["loader"] = losses["loader"] or loader
+    if losses["loader"] is None:
+        losses["loader"] = loader
 
 
 def own_report(args, model):

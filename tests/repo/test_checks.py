@@ -1,0 +1,463 @@
+"""checks.py of the examples: which data and models are the same, and which results cannot be right."""
+
+import importlib.util
+import math
+import random
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.launchers import ROOT
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module, as new; the program that it is called by is ddp_spawn's train.py."""
+    path = ROOT / "examples" / "torchrun_multinode" / "checks.py"
+    spec = importlib.util.spec_from_file_location("checks_of_examples", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "examples" / "ddp_spawn" / "train.py")])
+    yield module
+
+
+class Data:
+    """Samples in memory; indexing with a list of indices returns a batch, as the examples' data sets do."""
+
+    def __init__(self, inputs: Any, labels: Any) -> None:
+        self.inputs, self.labels = inputs, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, indices: Any) -> tuple[Any, Any]:
+        if isinstance(self.inputs, dict):
+            return {name: values[indices] for name, values in self.inputs.items()}, self.labels[indices]
+        return self.inputs[indices], self.labels[indices]
+
+
+class One(Data):
+    """The same for a single index, and without labels in memory."""
+
+    def __init__(self, inputs: Any, labels: Any) -> None:
+        self.inputs, self.answers = inputs, labels
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        if not isinstance(index, int):
+            raise TypeError("an index is a whole number")
+        return self.inputs[index], self.answers[index]
+
+
+class Augmented(Data):
+    """Images with noise of a generator that nobody seeds."""
+
+    def __getitem__(self, indices: Any) -> tuple[Any, Any]:
+        return self.inputs[indices] + np.random.default_rng().random((28, 28)), self.labels[indices]
+
+
+class Flipped(Data):
+    """Images with noise of the generator that all of a process share."""
+
+    def __getitem__(self, indices: Any) -> tuple[Any, Any]:
+        return self.inputs[indices] + np.random.rand() + random.random(), self.labels[indices]
+
+
+class Wrong(Data):
+    """A data set whose files cannot be read."""
+
+    def __getitem__(self, indices: Any) -> tuple[Any, Any]:
+        raise OSError("no such file")
+
+
+def arrays(count: int = 200, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return images and labels."""
+    generator = np.random.default_rng(seed)
+    return generator.random((count, 28, 28)).astype("float32"), generator.integers(10, size=count)
+
+
+X, Y = arrays()
+IDS = np.random.default_rng(1).integers(300, size=(200, 16))
+MASKS = np.random.default_rng(2).integers(2, size=(200, 28, 28))
+OTHER, PIXELS = arrays(seed=5)[0], (X * 250).astype("uint8")
+
+
+def changed(labels: np.ndarray, place: int, value: float) -> np.ndarray:
+    """Return labels of which one is another."""
+    labels = labels.copy()
+    labels[place] = value
+    return labels
+
+
+# The training set of the first run, that of the resumed one, and what the message has to say.
+ANOTHER_SET: dict[str, tuple[Any, Any, str]] = {
+    "fewer samples": (Data(X, Y), Data(X[:100], Y[:100]), "200 training samples, now 100"),
+    "more samples": (Data(X, Y), Data(*arrays(300)), "200 training samples, now 300"),
+    "one more": (Data(X, Y), Data(*arrays(201)), "200 training samples, now 201"),
+    "one other label": (Data(X, Y), Data(X, changed(Y, 7, 10)), "other labels of the 200 training samples"),
+    "other order": (Data(X, Y), Data(X[::-1].copy(), Y[::-1].copy()), "other labels"),
+    "other images, same labels": (Data(X, Y), Data(OTHER, Y), "other training samples: "),
+    "scaled twice": (Data(X, Y), Data(X / 255, Y), "other training samples: 64 of 64"),
+    "other normalisation": (Data(X, Y), Data(X - 0.5, Y), "other training samples"),
+    "other type": (Data(X, Y), Data(X.astype("float64"), Y), "(28, 28) float32 with labels () int64, now (28, 28) fl"),
+    "other size": (Data(X, Y), Data(X[:, :14], Y), "(28, 28) float32 with labels () int64, now (14, 28) float32"),
+    "another text": (Data({"ids": IDS}, Y), Data({"ids": IDS + 1}, Y), "other training samples: 64 of 64"),
+    "another input": (Data({"ids": IDS}, Y), Data({"ids": IDS, "mask": IDS}, Y), "{ids: (16,) int64}"),
+    "other masks": (One(X, MASKS), One(X, 1 - MASKS), "other training samples"),
+    "a regression": (Data(X, Y / 7), Data(X, changed(Y / 7, 3, 99.0)), "other labels"),
+    "labels not in memory": (One(X, Y.tolist()), One(X, (Y + 1).tolist()), "other training samples: 64 of 64"),
+    "unreadable, of another class": (One(X, Y), Wrong(X, Y), ""),
+}
+
+
+@pytest.mark.parametrize("case", ANOTHER_SET)
+@pytest.mark.parametrize("part", ["training", "test"])
+def test_another_data_set(checks: ModuleType, case: str, part: str) -> None:
+    """A data set that differs in number, form, labels or content is another one, and the message says in what."""
+    before, after, text = ANOTHER_SET[case]
+    same = Data(X, Y)
+    pairs = [(one, same) if part == "training" else (same, one) for one in (before, after)]
+    found = compared(checks, *pairs)
+    if text:
+        assert len(found) == 1 and text.replace("training", part) in found[0], found
+    else:  # nothing can be compared but the number and the name
+        assert found == [f"{part} samples of One, now Wrong"]
+
+
+def compared(checks: ModuleType, first: tuple[Any, Any], second: tuple[Any, Any]) -> list[str]:
+    """Return how the second pair of data sets differs from the first."""
+    checks.look_at_data(Namespace(data_dir="data"), *first, True)
+    old = dict(checks.facts)
+    checks.facts.clear()
+    checks.look_at_data(Namespace(data_dir="elsewhere"), *second, True)
+    return checks.differences(old, "checkpoint.pt")
+
+
+SAME_SET: dict[str, tuple[Any, Any]] = {
+    "the same": (Data(X, Y), Data(X.copy(), Y.copy())),
+    "rounded otherwise": (Data(X, Y), Data(X * np.float32(1 + 1e-6), Y)),
+    "pixels rounded otherwise": (Data(PIXELS, Y), Data(PIXELS + (X > 0.9), Y)),
+    "augmented without a seed": (Augmented(X, Y), Augmented(X, Y)),
+    "augmented with common numbers": (Flipped(X, Y), Flipped(X, Y)),
+    "a list of labels": (Data(X, Y), Data(X, np.asarray(Y.tolist()))),
+    "labels as 32 bits": (One(X, Y.tolist()), One(X, Y.tolist())),
+    "inputs as a dict": (Data({"a": IDS, "b": X}, Y), Data({"b": X, "a": IDS}, Y)),
+    "unreadable": (Wrong(X, Y), Wrong(X, Y)),
+    "one sample": (Data(X[:1], Y[:1]), Data(X[:1], Y[:1])),
+    "with NaN in it": (Data(X * np.nan, Y), Data(X * np.nan, Y)),
+}
+
+
+@pytest.mark.parametrize("case", SAME_SET)
+def test_same_data_set(checks: ModuleType, case: str) -> None:
+    """What is the same, but for rounding or random augmentation, is not refused."""
+    before, after = SAME_SET[case]
+    assert compared(checks, (before, before), (after, after)) == []
+
+
+def test_reading_changes_nothing(checks: ModuleType) -> None:
+    """Reading leaves random generators where they were, also those of the data set, and opens no file of it."""
+    import torch
+
+    class Lazy(Data):
+        file, generator, torch_generator = None, np.random.default_rng(3), torch.Generator().manual_seed(4)
+
+        def __init__(self, *parts: Any) -> None:
+            super().__init__(*parts)
+            self.generator, self.torch_generator = np.random.default_rng(3), torch.Generator().manual_seed(4)
+
+        def __getitem__(self, indices: Any) -> tuple[Any, Any]:
+            self.file = self.file or "open"
+            noise = (
+                self.generator.random() + torch.rand(1, generator=self.torch_generator).item() + torch.rand(1).item()
+            )
+            return self.inputs[indices] + noise, self.labels[indices]
+
+    data = Lazy(X, Y)
+    subset = torch.utils.data.Subset(data, range(100))
+
+    def states() -> list[Any]:
+        own = [str(data.generator.bit_generator.state), data.torch_generator.get_state().tolist()]
+        return [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist(), *own]
+
+    before = states()
+    checks.look_at_data(Namespace(data_dir="x"), data, subset, True)
+    assert states() == before and data.file is None
+    assert len(checks.facts["data"]["test"]["read"]) == 64 and checks.facts["data"]["test"]["samples"] == 100
+
+
+def test_cost(checks: ModuleType) -> None:
+    """Reading stops after 0.4 s a set, however slow its files are; for data in memory all takes less than 0.3 s."""
+
+    class Slow(One):
+        def __getitem__(self, index: int) -> tuple[Any, Any]:
+            time.sleep(0.05)
+            return super().__getitem__(index)
+
+    for data, most, samples in ((Slow(X, Y), 1.5, range(1, 64)), (Data(*arrays(12_000)), 0.6, (64,))):
+        start = time.perf_counter()
+        checks.look_at_data(Namespace(), data, data, True)
+        assert time.perf_counter() - start < most
+        assert len(checks.facts["data"]["training"]["read"]) in samples
+
+
+def test_spread(checks: ModuleType) -> None:
+    """The samples that are read are spread over the set, however few they are, and none is read twice."""
+    for count in (1, 2, 5, 64, 65, 1000, 10**9):
+        places = checks.spread(count)
+        assert len(set(places)) == len(places) == min(count, 64) and all(0 <= place < count for place in places)
+    assert checks.spread(1000)[:4] == [0, 500, 250, 750]
+
+
+def models() -> dict[str, Callable[[], Any]]:
+    """Return models, each of which is another one than the first."""
+    from torch import nn
+
+    class Net(nn.Sequential):
+        pass
+
+    class Other(nn.Sequential):
+        pass
+
+    return {
+        "first": lambda: Net(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 10)),
+        "more classes": lambda: Net(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 12)),
+        "another name": lambda: Other(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 10)),
+        "wider": lambda: Net(nn.Linear(8, 65), nn.ReLU(), nn.Linear(65, 10)),
+        "another layer": lambda: Net(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10)),
+        "without a bias": lambda: Net(nn.Linear(8, 64, bias=False), nn.ReLU(), nn.Linear(64, 10)),
+        "names shifted": lambda: Net(nn.ReLU(), nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 10)),
+        "another type": lambda: Net(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 10)).double(),
+        "transposed": lambda: Net(nn.Linear(64, 8), nn.ReLU(), nn.Linear(10, 64)),
+    }
+
+
+@pytest.mark.parametrize("case", list(models()))
+def test_another_model(checks: ModuleType, case: str) -> None:
+    """A model with other weights, or of another class, is another one; with other values it is the same."""
+    args = Namespace()
+    checks.look_at_model(args, models()["first"]())
+    old = dict(checks.facts)
+    checks.facts.clear()
+    checks.look_at_model(args, models()[case]())
+    found = checks.differences(old, "checkpoint.pt")
+    if case == "first":
+        assert found == []
+    elif case == "another name":
+        assert found == ["the model Net, now Other"]
+    else:
+        assert len(found) == 1 and found[0].startswith("a model Net of "), found
+
+
+def test_checkpoint_without_a_fingerprint(checks: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of an older train.py is not refused; one line says that it was not compared."""
+    checks.look_at_data(Namespace(), Data(X, Y), Data(X, Y), True)
+    assert checks.differences(None, Path("output/checkpoint.pt")) == []
+    assert capsys.readouterr().out.startswith("output/checkpoint.pt is from an older train.py")
+
+
+def test_names(checks: ModuleType) -> None:
+    """The first line of a run names --dataset or the text if that is read, else the class and the folder of yours."""
+    theirs = type("Images", (Data,), {"__module__": "common.data"})(X, Y)
+    from torch.utils.data import Subset
+
+    args = Namespace(dataset="digits", data_dir="cells")
+    assert checks.name_of_data(args, theirs) == checks.name_of_data(args, Subset(theirs, range(3))) == "digits"
+    assert checks.name_of_data(args, Data(X, Y)) == checks.name_of_data(args, Subset(Data(X, Y), [1])) == "Data (cells)"
+    assert checks.name_of_data(Namespace(text_file=None), theirs) == "a random source"
+    assert checks.name_of_data(Namespace(text_file="a.txt"), theirs) == "a.txt"
+    assert checks.name_of_data(Namespace(), Data(X, Y)) == "Data"
+
+
+def rows(**values: float) -> dict[str, Any]:
+    """Return the progress at the end of the first epoch of 11 steps, with these metrics."""
+    row = {"epoch": 1, "train_loss": 1.5, "test_loss": 1.2, "test_accuracy": 0.5, "seconds": 1.0} | values
+    return {"step": 11, "history": [row]}
+
+
+# Which progress is refused, and what the message says; None: it is not.
+RESULTS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "masks": (rows(test_accuracy=297.9756), "test_accuracy of epoch 1 is 297.98, and has to be from 0 to 1"),
+    "which line": (rows(test_accuracy=1.01), "labels.numel() in the place of len(labels), see train.py:"),
+    "negative": (rows(test_accuracy=-0.2), "has to be from 0 to 1"),
+    "no accuracy at all": (rows(test_accuracy=math.nan), "test_accuracy of epoch 1 is nan"),
+    "top-5": (rows(test_top5_accuracy=5.0), "test_top5_accuracy"),
+    "test loss": (rows(test_loss=math.nan), "test_loss of epoch 1 is nan"),
+    "train loss": (rows(train_loss=math.inf), "train_loss of epoch 1 is inf"),
+    "validation loss": (rows(val_loss=-math.inf), "val_loss of epoch 1 is -inf"),
+    "one output": (rows(train_loss=0.0), "train_loss of epoch 1 is exactly 0"),
+    "short": ({**rows(), "step": 8}, "epoch 1 has taken 8 of 11 steps"),
+    "no step": ({**rows(), "step": 0}, "epoch 1 has taken 0 of 11 steps"),
+    "right": (rows(), None),
+    "all right": (rows(test_accuracy=1.0), None),
+    "none right": (rows(test_accuracy=0.0), None),
+    "rounded": (rows(test_accuracy=1 + 1e-12), None),
+    "negative loss": (rows(train_loss=-3.0, test_loss=-4.0), None),
+    "other metrics": (rows(perplexity=math.inf, r2=-7.0, test_error=12.0), None),
+    "within an epoch": ({**rows(test_accuracy=0.5), "step": 15}, None),
+    "before the first epoch ends": ({"step": 5, "history": []}, None),
+    "exactly 0 later": ({"step": 22, "history": [*rows()["history"], *rows(train_loss=0.0)["history"]]}, None),
+}
+
+
+@pytest.mark.parametrize("case", RESULTS)
+def test_results(checks: ModuleType, case: str) -> None:
+    """Metrics outside of their range, and epochs that are too short, are refused; what can be right is not."""
+    progress, text = RESULTS[case]
+    message, switch = judged(checks, progress, [{"weights": True}] * 2)
+    assert message is text is None or (text in message and (switch is None) == ("ALLOW_NAN" not in message))
+
+
+def judged(checks: ModuleType, progress: dict[str, Any], reports: Any = ({"weights": True},)) -> Any:
+    """Return what is said of a run with epochs of 11 steps."""
+    args = Namespace(steps_per_epoch=11, output_dir="output")
+    epochs = len(progress["history"])
+    return checks.judge(args, progress, (epochs, progress["step"] - 11 * epochs), reports)
+
+
+def test_own_loss_of_0(checks: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A train loss of exactly 0 is refused only where train.py calls cross_entropy."""
+    (tmp_path / "train.py").write_text("loss = F.mse_loss(logits, labels)  # not F.cross_entropy(logits, labels)\n")
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
+    assert judged(checks, rows(train_loss=0.0)) == (None, None)
+
+
+def test_weights(checks: ModuleType) -> None:
+    """Weights that are not finite are noticed even where the loss still is, as after a gradient that was not."""
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    assert checks.finite_weights(model)
+    frozen = torch.nn.Parameter(torch.full((2,), math.nan), requires_grad=False)
+    model.register_parameter("frozen", frozen)
+    assert checks.finite_weights(model)
+    for value in (math.nan, math.inf, -math.inf):
+        model[1].bias.data[1] = value
+        assert not checks.finite_weights(model)
+    message, switch = judged(checks, {"step": 5, "history": []}, [{"weights": True}, {"weights": False}])
+    assert "weights are not finite after step 5" in message and switch == "ALLOW_NAN"
+
+
+# The losses of an epoch's batches, batches of a step, and the step of the first that is not finite; None: all are.
+LOSSES: dict[str, tuple[list[float], int, int | None]] = {
+    "the first": ([math.nan, 1, 1, 1], 1, 1),
+    "in the middle": ([1, 2, math.inf, 1, 1, 1], 1, 3),
+    "the last": ([1, 2, 3, -math.inf], 1, 4),
+    "again and again": ([1, math.nan, math.inf, 1], 1, 2),
+    "accumulated": ([1, 1, 1, 1, math.nan, 1], 2, 3),
+    "accumulated, the second": ([1, 1, 1, math.nan, 1, 1], 2, 2),
+    "none": ([1, 0, -5, 1e30], 1, None),
+    "large": ([3e38, 3e38], 1, None),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+@pytest.mark.parametrize("kind", ["tensor", "number"])
+def test_losses(checks: ModuleType, case: str, kind: str) -> None:
+    """The first loss that is not finite is found with its step and samples; the next epoch counts anew."""
+    import torch
+    from torch.utils.data import BatchSampler, DataLoader
+
+    values, batches, step = LOSSES[case]
+    model, args = torch.nn.Linear(2, 2), Namespace(gradient_accumulation_steps=batches)
+    samples = [20 + place for place in range(2 * len(values))]
+    loader = DataLoader(range(1000), sampler=BatchSampler(samples, 2, drop_last=True), batch_size=None)
+    for _ in range(2):
+        for value in values:
+            checks.note_loss(loader, torch.tensor(value) if kind == "tensor" else value)
+        report = checks.own_report(args, model)
+        checks.forget_losses()
+        progress = {"step": 11 + len(values) // batches, "history": rows()["history"]}
+        message, switch = judged(checks, progress, [{"weights": True}, report])
+        if step is None:
+            assert report == {"weights": True} and message is None
+            continue
+        first = next(place for place, value in enumerate(values) if not math.isfinite(value))
+        assert f"the loss of rank 1 is not finite in step {step} of epoch 2, samples {20 + 2 * first}," in message
+        assert switch == "ALLOW_NAN" and "ALLOW_NAN=1" in message
+
+
+def test_samples_of_a_batch(checks: ModuleType) -> None:
+    """The samples of a batch are named for each kind of loader whose order can be repeated, and no others."""
+    import torch
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    data = range(100)
+    state = torch.get_rng_state()
+    assert checks.samples_of(DataLoader(data, batch_size=4), 2) == "samples 8, 9, 10, 11"
+    assert checks.samples_of(DataLoader(data, sampler=[[5], [7, 8]], batch_size=None), 1) == "samples 7, 8"
+    assert checks.samples_of(np.arange(12).reshape(-1, 3), 1) == "samples 3, 4, 5"
+    sampler = DistributedSampler(data, 2, 1, seed=3)
+    ours = f"samples {', '.join(map(str, list(sampler)[4:8]))}"
+    assert checks.samples_of(DataLoader(data, batch_size=4, sampler=sampler), 1) == ours
+    assert checks.samples_of(DataLoader(data, batch_size=4, shuffle=True), 1) == "unknown samples"
+    assert checks.samples_of(iter([1, 2]), 0) == "unknown samples"
+    files = Namespace(paths=np.array([b"a.jpg", b"b.jpg", b"c.jpg"]))
+    seeded = Namespace(batch_sampler=[[(0, 9)], [(2, 9), (1, 9)]], dataset=files)
+    assert checks.samples_of(seeded, 1) == "files c.jpg, b.jpg"
+    assert checks.samples_of([list(range(100))], 0).endswith("62, 63 and 36 more")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# Labels, the shape of the model's output, what stands in train.py, and whether it is refused.
+CROSS, OWN = "loss = F.cross_entropy(logits, labels)", "loss = F.mse_loss(logits.squeeze(1), labels)"
+CLASSES: dict[str, tuple[Any, tuple[int, ...], str, bool]] = {
+    "from 1": (Y + 1, (1, 10), CROSS, True),
+    "-1 for none": (Y - 1, (1, 10), CROSS, True),
+    "255": (changed(Y, 3, 255), (1, 10), CROSS, True),
+    "fewer outputs": (Y, (1, 5), CROSS, True),
+    "one output": (Y % 2, (1, 1), CROSS, True),
+    "as bytes": ((Y + 1).astype("uint8"), (1, 10), CROSS, True),
+    "they fit": (Y, (1, 10), CROSS, False),
+    "more outputs": (Y, (1, 1000), CROSS, False),
+    "-100, which is left out": (changed(Y, 3, -100), (1, 10), CROSS, False),
+    "ignored": (changed(Y, 3, 255), (1, 10), "F.cross_entropy(logits, labels, ignore_index=255)", False),
+    "a regression": (Y, (1, 1), OWN, False),
+    "yes or no": (Y % 2, (1, 1), "F.binary_cross_entropy_with_logits(logits.squeeze(1), labels.float())", False),
+    "an embedding": (Y * 100, (1, 128), "loss = triplet(logits, labels)", False),
+    "masks": (MASKS * 255, (1, 2, 28, 28), CROSS, False),
+    "several of them": (MASKS[:, 0], (1, 28), CROSS, False),
+    "shares": (np.eye(10)[Y], (1, 10), CROSS, False),
+    "real numbers": (Y / 3, (1, 1), OWN, False),
+}
+
+
+@pytest.mark.parametrize("case", CLASSES)
+def test_labels_and_outputs(checks: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
+    """Class labels for which the model has no output are refused before the first step; other targets are not."""
+    labels, shape, text, refused = CLASSES[case]
+    (tmp_path / "train.py").write_text(text)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
+    inputs = np.zeros((len(labels), 2))
+    checks.look_at_data(Namespace(), Data(inputs, labels), Data(inputs, labels), False)
+    message = checks.wrong_labels(Namespace(shape=shape))
+    assert (message is not None) == refused, message
+    assert not refused or f"the model has {shape[1]} outputs: cross_entropy (train.py:1)" in message
+
+
+def test_exceptions_that_are_explained(checks: ModuleType) -> None:
+    """What a label outside of the classes raises, found in the first step, gets an understandable line; others none."""
+    import torch
+    from torch.nn import functional as F
+
+    with pytest.raises(IndexError) as found:
+        F.cross_entropy(torch.zeros(2, 10), torch.tensor([1, 10]))
+    assert "the label 10 is outside of the classes" in checks.explain(found.value)
+    masks = torch.full((1, 4, 4), 255)
+    with pytest.raises(IndexError) as found:
+        F.cross_entropy(torch.zeros(1, 2, 4, 4), masks)
+    assert "the label 255 is outside of the classes" in checks.explain(found.value)
+    keras = "Received a label value of 10 which is outside the valid range of [0, 10).  Label values: 1 10"
+    assert "the label 10" in checks.explain(ValueError(keras))
+    assert "CUDA_LAUNCH_BLOCKING=1" in checks.explain(RuntimeError("CUDA error: device-side assert triggered\n..."))
+    for error in (IndexError("list index out of range"), ValueError("x"), RuntimeError("Connection closed by peer")):
+        assert checks.explain(error) is None
