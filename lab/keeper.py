@@ -64,7 +64,8 @@ def keep(plan: Plan, owner: int, cgroups: Path | None, tmp: Path) -> None:
         os.kill(-1, signal.SIGKILL)
         if cgroups:
             tracking.thaw(cgroups)
-        os.wait()  # fails when the last child is gone, since SIGCHLD is ignored
+        while True:  # fails when the last child is gone; before SIGCHLD was ignored, some may have been left to us
+            os.wait()
     if cgroups:
         tracking.remove(cgroups)
     shutil.rmtree(plan.folder, ignore_errors=True)  # what is in it
