@@ -96,6 +96,9 @@ def test_no_checkpoint_within_an_epoch(example: str, folder: Path) -> None:
     assert "continuing after epoch 0 of 1, step 4" in again.stdout
 
 
+WITH_OWN = [
+    name for name, row in LAUNCHERS.items() if row.convnet and row.pytorch and row.checkpoint == "checkpoint.pt"
+]
 OWN = ("from common import data\n", "import own_data as data\n")
 OWN_MODEL = ("from common.models import ConvNet\n", "from own_model import OwnModel as ConvNet\n")
 EACH = """
@@ -194,7 +197,7 @@ CASES: dict[str, tuple[str, str, bool, str]] = {
 }
 
 
-@pytest.mark.only("convnet", "pytorch")
+@pytest.mark.only(*WITH_OWN)
 @pytest.mark.runs("one")
 def test_own_data_and_models(example: str, folder: Path) -> None:
     """Own data and models are named; a resume with others is refused, and so is what cannot be right: in one line.
