@@ -808,7 +808,7 @@ def test_either_network(
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", address)
     head = preflight.Head(loopback)
     guest = preflight.Guest(loopback)
-    threading.Thread(target=lambda: guest.exchange("hello", "here"), daemon=True).start()
+    preflight.send(guest.connection, loopback.token, ["hello", 1, "here"])
     wait_until(lambda: head.posts["hello"], 10, "what the guest has posted")
     assert head.posts["hello"] == {1: "here"}
     port = preflight.listen(0, preflight.tell_node)
