@@ -16,13 +16,15 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from harness import edits, outputs, readme, runs
 from harness.runs import Reference
+
+if TYPE_CHECKING:  # tests of other examples read this file, too, and shall not import it
+    import numpy as np
 
 pytestmark = pytest.mark.only("torchrun_vision")
 
@@ -439,7 +441,7 @@ def test_absurd_size(example: str, image_files: ModuleType, data: Path, size: in
     assert_one_line(image_files, lambda: image_files.load(data, size), f"--image-size {size} is above 4096")
 
 
-def png(depth: int, colours: int, values: np.ndarray) -> bytes:
+def png(depth: int, colours: int, values: "np.ndarray") -> bytes:
     """Return a PNG of values (H, W, channels)."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
@@ -451,8 +453,10 @@ def png(depth: int, colours: int, values: np.ndarray) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
 
 
-def pixels(channels: int, depth: int = 8) -> np.ndarray:
+def pixels(channels: int, depth: int = 8) -> "np.ndarray":
     """Return random pixels (6, 8, channels), the smallest and the largest value among them."""
+    import numpy as np
+
     values = np.random.default_rng(0).integers(0, 2**depth, (6, 8, channels))
     values[0, 0], values[0, 1] = 0, 2**depth - 1
     return values
@@ -460,6 +464,7 @@ def pixels(channels: int, depth: int = 8) -> np.ndarray:
 
 def saved(mode: str, form: str, **words: object) -> bytes:
     """Return the content of a file that Pillow has written of the same colours in a mode."""
+    import numpy as np
     from PIL import Image
 
     image = Image.fromarray(pixels(3).astype(np.uint8)).convert(mode)
@@ -469,8 +474,10 @@ def saved(mode: str, form: str, **words: object) -> bytes:
         return file.getvalue()
 
 
-def eighth(values: np.ndarray) -> np.ndarray:
+def eighth(values: "np.ndarray") -> "np.ndarray":
     """Return 16 bits scaled to 8."""
+    import numpy as np
+
     return np.round(values / 257)
 
 
@@ -497,6 +504,7 @@ IMAGES = {  # the content of a file: what its pixels (6, 8, 3) are
 @pytest.mark.parametrize("case", IMAGES)
 def test_decoded(example: str, image_files: ModuleType, case: str) -> None:
     """An image is (3, H, W), uint8, with the right values, which for 8 bits are Pillow's; 16 bits are scaled."""
+    import numpy as np
     from PIL import Image
 
     make, right = IMAGES[case]
