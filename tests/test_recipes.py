@@ -117,7 +117,7 @@ def use_own_files(folder: Path, kind: str) -> None:
     for file in (OWN_FILES / kind).glob("*.py"):
         shutil.copy(file, folder)
     text = (folder / "train.py").read_text()
-    text = re.sub(r'"num_workers": \d.*}$', '"num_workers": 0}', text, flags=re.MULTILINE)
+    text = re.sub(r'"num_workers": \d[^}]*}', '"num_workers": 0}', text)
     (folder / "train.py").write_text(text.replace('loading["num_workers"] = 2', 'loading["num_workers"] = 0'))
 
 
