@@ -116,9 +116,9 @@ def read_text(args):
     """Return the text in --text-file; refuse one that cannot be read."""
     try:
         content = data.read_text(args.text_file)
+        return content.decode(errors="ignore").replace("\r\n", "\n").replace("\r", "\n")
     except data.DataError as error:
         fail(f"--text-file: {error}")
-    return content.decode(errors="ignore").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def tokenize(args, tokenizer, text):
