@@ -32,6 +32,8 @@ import checks
 import hangs
 from checks import note_loss  # noqa: F401 (train.py calls it)
 
+IMPORTED_BY = os.getpid()
+
 
 def fail(message):
     """Print an error in the style of argparse and exit immediately: waiting for other processes could hang."""
@@ -371,6 +373,8 @@ def finish(args, progress, message):
 
 def call_exit_functions():
     """Call what is registered with atexit, which end() does not: there loggers such as wandb write their last rows."""
+    if os.getpid() != IMPORTED_BY:
+        return  # it was forked, from a notebook for instance, whose functions are not for this process
     for waits in (end, multiprocessing.util._exit_function):  # the second waits for loader workers
         atexit.unregister(waits)
     atexit._run_exitfuncs()

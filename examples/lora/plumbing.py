@@ -40,6 +40,7 @@ import hangs
 from checks import note_loss  # noqa: F401 (train.py calls it)
 
 CHECKPOINT = "checkpoint.pt"  # in --output-dir
+IMPORTED_BY = os.getpid()
 
 
 def fail(message):
@@ -492,6 +493,8 @@ def finish(args, progress, message):
 
 def call_exit_functions():
     """Call what is registered with atexit, which end() does not: there loggers such as wandb write their last rows."""
+    if os.getpid() != IMPORTED_BY:
+        return  # it was forked, from a notebook for instance, whose functions are not for this process
     for waits in (end, multiprocessing.util._exit_function):  # the second waits for loader workers
         atexit.unregister(waits)
     atexit._run_exitfuncs()
