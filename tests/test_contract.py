@@ -267,7 +267,8 @@ def test_bf16_and_order(example: str, folder: Path, reference: Reference) -> Non
     """
     rank = LAUNCHERS[example].rank
     line = "        batch = self.images[indices]"
-    note = f"        print(*indices, file=open('seen-%d-%d' % (len(self), {rank}), 'a'))\n"
+    note = "        if len(indices) > 1:  # the fingerprint of the data reads one at a time\n"
+    note += f"            print(*indices, file=open('seen-%d-%d' % (len(self), {rank}), 'a'))\n"
     edits.edit(folder / "common" / "data.py", line, note + line)
     epochs = 2  # processors without bf16 imitate it, and take long
     runs.train(example, folder, 2, "--precision", "bf16", "--epochs", epochs)

@@ -252,7 +252,7 @@ def fix_summation_order(ddp_model, zeros):
     ddp_model.eval()  # leaves the statistics of BatchNorm layers unchanged
     try:
         output = ddp_model(zeros)
-    except Exception as error:
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
         message = " ".join(str(error).split())
         if isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)) or re.search("CUDA|gloo", message):
             raise  # not a matter of the shape
