@@ -478,10 +478,10 @@ def test_bad_input(example: str, finished: Path) -> None:
         "": ["output/checkpoint", "--resume", "--output-dir"],
         "--output-dir train.py/output": ["--output-dir", "train.py/output", "another folder"],
         "--resume --batch-size 24": ["output/checkpoint", *settings],
+        # DeepSpeed's files are looked at by all processes together, which there have to be as many of.
         f"{same} --output-dir truncated": [
             "truncated/checkpoint",
-            "damaged",
-            "move it away",
+            *(["damaged", "move it away"] if launcher.any_world_size else settings[1:]),
         ],
     }
     if launcher.convnet:

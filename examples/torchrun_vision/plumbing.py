@@ -173,6 +173,11 @@ def explain_errors():
     sys.excepthook = hook
 
 
+def model_name(args, model):
+    """Return the name of a model, for the first line that is printed."""
+    return checks.name_of_model(args, model)
+
+
 def keep_memory():
     """Have glibc keep the memory of freed tensors for the next step: returning it each time costs up to a fifth."""
     libc = ctypes.CDLL(None)
