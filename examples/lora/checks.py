@@ -392,18 +392,18 @@ def forget_losses():
 
 
 def finite_weights(model):
-    """Return whether all weights that this process trains are finite numbers; it waits for the device once."""
+    """Return whether all weights that this process trains are finite numbers; it waits once for each of its devices."""
     if not hasattr(model, "state_dict"):
         return all(np.isfinite(variable.numpy()).all() for variable in model.trainable_variables)
-    torch, bounds = sys.modules["torch"], []
+    torch, bounds = sys.modules["torch"], {}  # by device: some weights may be offloaded to the CPU
     for weight in model.parameters():
         if weight.requires_grad:
             weight = getattr(weight, "ds_tensor", weight).detach()
             weight = weight.to_local() if hasattr(weight, "to_local") else weight
             weight = torch.view_as_real(weight) if weight.is_complex() else weight
             if weight.numel():
-                bounds += [bound.float() for bound in weight.aminmax()]
-    return not bounds or bool(torch.stack(bounds).isfinite().all())
+                bounds.setdefault(weight.device, []).extend(bound.double() for bound in weight.aminmax())
+    return all(bool(torch.stack(found).isfinite().all()) for found in bounds.values())
 
 
 def samples_of(loader, number):
