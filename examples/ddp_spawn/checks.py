@@ -72,6 +72,8 @@ def describe_set(dataset):
                 found["form"], found["label"] = found["form"] or form(one[0]), found["label"] or form(one[1])
                 content, again = ([signature(leaf) for leaf in leaves(sample)] for sample in (one, two))
                 found["read"].append(content if same(content, again) else None)  # None: augmented at random
+            if None in found["read"]:  # then all are: one that is mirrored every other time is often the same twice
+                found["read"] = [None] * len(found["read"])
         except Exception as error:  # whatever a data set raises: training will, too, if it is an error
             found["unread"] = f"{type(error).__name__}: {first_line(str(error))}"[:200]
     return found

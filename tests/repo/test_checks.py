@@ -65,6 +65,14 @@ class Augmented(Data):
         return self.inputs[indices] + np.random.default_rng().random((28, 28)), self.labels[indices]
 
 
+class Mirrored(Data):
+    """Images that a generator which nobody seeds mirrors every other time."""
+
+    def __getitem__(self, indices: Any) -> tuple[Any, Any]:
+        mirrored = np.random.default_rng().random() < 0.5
+        return self.inputs[indices][..., :: -1 if mirrored else 1], self.labels[indices]
+
+
 class Flipped(Data):
     """Images with noise of the generator that all of a process share."""
 
@@ -147,6 +155,7 @@ SAME_SET: dict[str, tuple[Any, Any]] = {
     "rounded otherwise": (Data(X, Y), Data(X * np.float32(1 + 1e-6), Y)),
     "pixels rounded otherwise": (Data(PIXELS, Y), Data(PIXELS + (X > 0.9), Y)),
     "augmented without a seed": (Augmented(X, Y), Augmented(X, Y)),
+    "mirrored every other time": (Mirrored(X, Y), Mirrored(X, Y)),
     "augmented with common numbers": (Flipped(X, Y), Flipped(X, Y)),
     "a list of labels": (Data(X, Y), Data(X, np.asarray(Y.tolist()))),
     "labels as 32 bits": (One(X, Y.tolist()), One(X, Y.tolist())),
