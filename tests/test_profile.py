@@ -10,7 +10,8 @@ from harness import edits, outputs, refusals, runs
 from harness.launchers import LAUNCHERS
 
 pytestmark = pytest.mark.only("torchrun_vision")
-READS = "        path = os.fsdecode(self.paths[index])"  # the line of image_files.py where an image is read
+# The line of image_files.py where an image is read.
+READS = "                content = (self.source / self.path(index)).read_bytes()\n"
 
 
 def profile(example: str, folder: Path, output: str) -> tuple[dict[str, float], str]:
@@ -43,7 +44,7 @@ def test_profile(example: str, folder: Path) -> None:
         steps = sorted(name for name in names if name.startswith("ProfilerStep#"))
         assert steps == [f"ProfilerStep#{number}" for number in range(3, 8)]
 
-    edits.edit(folder / "image_files.py", READS, f"        __import__('time').sleep(0.2)\n{READS}")
+    edits.edit(folder / "image_files.py", READS, f"                __import__('time').sleep(0.2)\n{READS}")
     shares, advice = profile(example, folder, "slowed")
     assert shares["waits for data"] > normal and "reading data is too slow" in advice
 

@@ -435,7 +435,10 @@ def call_exit_functions():
     """Call what is registered with atexit, which end() does not: there loggers such as wandb write their last rows."""
     if os.getpid() != IMPORTED_BY:
         return  # it was forked, from a notebook for instance, whose functions are not for this process
-    for waits in (end, multiprocessing.util._exit_function):  # the second waits for loader workers
+    loaders = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    names = ("_clean_up_worker", "_clean_up_persistent_workers_atexit")  # the first up to PyTorch 2.14 or so
+    workers = [getattr(loaders, name, None) for name in names]
+    for waits in (*workers, multiprocessing.util._exit_function, end):  # for loader workers, which end by themselves
         atexit.unregister(waits)
     atexit._run_exitfuncs()
 

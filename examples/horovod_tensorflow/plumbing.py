@@ -300,11 +300,12 @@ def read_checkpoint(args, model):
 
 # own: NumPy's format in the place of PyTorch's
 def load_checkpoint(path):
-    """Return a checkpoint's content; a damaged file raises an exception."""
+    """Return a checkpoint's content, the arrays by their numbers; a damaged file raises an exception."""
     if name := zipfile.ZipFile(path).testzip():
         raise ValueError(f"{name} has changed")
     with np.load(path) as file:
-        checkpoint = dict(file)
+        # What stands behind a number says where the array belongs, and depends on how Keras has named the model.
+        checkpoint = {name.partition("-")[0]: array for name, array in file.items()}
     return checkpoint | json.loads(str(checkpoint.pop("run")))
 
 

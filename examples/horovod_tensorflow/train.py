@@ -171,7 +171,7 @@ def resume(args, model, optimizer):
     if answer:
         progress = answer
         for name, variable in variables.items() if hvd.rank() == 0 else ():
-            variable.assign(found[name])
+            variable.assign(found[name.partition("-")[0]])
     # horovod: send rank 0's weights and state to all; a Keras variable holds the one of TensorFlow in `value`
     hvd.broadcast_variables([variable.value for variable in variables.values()], root_rank=0)
     return progress
