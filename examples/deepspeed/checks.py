@@ -294,7 +294,9 @@ def for_run_json():
 
 
 def summary():
-    """Return one line that says what data and model are."""
+    """Return one line that says what data and model are, or nothing where no run trains."""
+    if "data" not in facts:
+        return ""
     train, test = (facts["data"][part] for part in ("training", "test"))
     words = f"samples: {train['samples']} for training and {test['samples']} for testing"
     if train["form"]:

@@ -461,7 +461,8 @@ def print_header(args, what, device, progress):
     backend = getattr(args, "backend", "nccl" if device.type == "cuda" else "gloo")
     where = f"{args.world_size} processes on {nodes} node{'s' * (nodes > 1)}, {backend} on {device.type}"
     print(f"{what}: {where}, {threads} thread{'s' * (threads > 1)} each, global batch {args.global_batch}")
-    print(checks.summary())
+    if said := checks.summary():
+        print(said)
     if nodes > 1:
         print("ranks:", "; ".join(f"{host} {', '.join(map(str, numbers))}" for host, numbers in ranks.items()))
     if progress["step"]:
