@@ -332,6 +332,8 @@ def keep_record(torch, gpus, calls):
     """Write at the process's end, also one by os._exit, what was done, to a file in the folder FAKE_CUDA_RECORD."""
     import atexit
 
+    names = {}  # by process: one that calls what is registered with atexit, and then os._exit, writes its file again
+
     def write():
         facts = {
             "pid": os.getpid(),
@@ -342,7 +344,8 @@ def keep_record(torch, gpus, calls):
         }
         facts |= {"argv": sys.argv, "initialized": Context.touched}
         if gpus.own() >= 0:
-            name = os.path.join(os.environ["FAKE_CUDA_RECORD"], f"{os.getpid()}-{uuid.uuid4().hex[:6]}.json")
+            own = names.setdefault(os.getpid(), f"{os.getpid()}-{uuid.uuid4().hex[:6]}.json")
+            name = os.path.join(os.environ["FAKE_CUDA_RECORD"], own)
             with open(f"{name}.part", "w") as file:
                 json.dump(facts, file)
             os.replace(f"{name}.part", name)
