@@ -17,7 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,15 +212,34 @@ def test_damaged_checkpoint(tmp_path: Path, case: str) -> None:
         assert "it is of another program" in str(raised.value)
 
 
+def refuse(message: str | None) -> None:
+    """Raise ValueError if there is a message."""
+    if message:
+        raise ValueError(message)
+
+
 def test_damaged_shards(tmp_path: Path) -> None:
-    """Likewise one of many files: DeepSpeed's shards, and the file of fsdp that names its shards and checksums."""
-    load = functions("deepspeed/shards.py", "load_checkpoint")["load_checkpoint"]
-    save_torch(tmp_path / "shard.pt")
-    (tmp_path / "run.json").write_text('{"files": ["shard.pt"]}')
-    assert load(tmp_path / "run.json") == {"files": ["shard.pt"]}
-    flip(tmp_path / "shard.pt")
-    with pytest.raises(ValueError, match=r"^shard.pt: .*has changed"):
-        load(tmp_path / "run.json")
+    """Likewise one of many files: DeepSpeed's shards, and the file of fsdp that names its shards and checksums.
+
+    Of DeepSpeed's shards each of two processes looks at its part, and at no other.
+    """
+    shards = functions("deepspeed/shards.py", "check", "damaged")
+    folder, looked = tmp_path / "checkpoint", []
+    folder.mkdir()
+    names = [f"shard{number}.pt" for number in range(5)]
+    for name in names:
+        save_torch(folder / name)
+    opened = shards["zipfile"].ZipFile
+    counting = SimpleNamespace(ZipFile=lambda path: looked.append(path.name) or opened(path))
+    found = {"tag": "epoch1", "files": names}
+    for rank in range(2):
+        shards |= {"zipfile": counting, "gather": lambda own: [own], "accept": refuse}
+        shards["dist"] = SimpleNamespace(get_rank=lambda rank=rank: rank)
+        assert shards["check"](SimpleNamespace(output_dir=tmp_path, world_size=2), found) == folder / "epoch1"
+    assert sorted(looked) == names
+    flip(folder / "shard3.pt")
+    with pytest.raises(ValueError, match="shard3.pt: .*has changed"):
+        shards["check"](SimpleNamespace(output_dir=tmp_path, world_size=2), found)
 
     load = functions("fsdp/shards.py", "load_checkpoint")["load_checkpoint"]
     run = {"tag": "epoch1", "progress": {"step": 11}}

@@ -93,6 +93,8 @@ def test_modules_of_others(
     """With PYTHONSAFEPATH and PYTHONPATH train.py would import what another project calls plumbing or common."""
     modules, says = OTHERS[case]
     folder = tmp_path / "project"
+    for name in ("plumbing", "own_data", "common", "linked"):  # of this repository, by another test
+        monkeypatch.delitem(sys.modules, name, raising=False)
     for name in ("train.py", "plumbing.py", "own_data.py", "random.py", "common/__init__.py", "linked/__init__.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()

@@ -75,7 +75,7 @@ def contents(dataset: Any) -> list[tuple[bytes, int, bytes]]:
 
 def make_tar(path: str, *words: object) -> Path:
     """Make a tar with GNU tar."""
-    subprocess.run(["tar", "-cf", path, *map(str, words)], check=True, stderr=subprocess.DEVNULL)
+    subprocess.run(["tar", "-cf", path, *map(str, words)], check=True, stderr=subprocess.DEVNULL, timeout=60)
     return Path(path)
 
 
@@ -275,7 +275,7 @@ def with_macosx(data: Path) -> Path:
 def twice(data: Path) -> Path:
     path = make_tar("x.tar", "data")
     put(data / "train/a/1.png", b"new")
-    subprocess.run(["tar", "-rf", path, data / "train/a/1.png"], check=True)
+    subprocess.run(["tar", "-rf", path, data / "train/a/1.png"], check=True, timeout=60)
     return path
 
 

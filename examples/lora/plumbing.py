@@ -124,9 +124,9 @@ def keep_printing():
             except OSError as error:
                 if not self.lost:
                     self.lost = True
-                    with contextlib.suppress(OSError):
-                        cause = f"standard output cannot be written ({error.strerror})"
-                        print(f"{Path(sys.argv[0]).name}: {cause}: the run goes on without it", file=sys.stderr)
+                    said = f"{Path(sys.argv[0]).name}: standard output cannot be written ({error.strerror}): "
+                    with contextlib.suppress(OSError):  # at once: what a buffer keeps would fail at the end again
+                        os.write(2, f"{said}the run goes on without it\n".encode())
                 return len(data)
 
     if sys.stdout:  # not if it was closed: then its number may be that of another file
