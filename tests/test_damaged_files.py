@@ -109,7 +109,7 @@ def test_unfinished_files(tmp_path: Path) -> None:
         assert other.stdout.readline() == b"locked\n"
         assert "another run is writing" in names["lock"](tmp_path)
         assert all((tmp_path / name).exists() for name in (*left, *own))  # they are that run's
-        other.communicate(b"\n")
+        other.communicate(b"\n", timeout=60)
     assert names["lock"](tmp_path) is None
     assert not any((tmp_path / name).exists() for name in left)
     assert all((tmp_path / name).exists() for name in (*own, "other/tmp.1.run.json", "tmp.5.folder.pt"))
