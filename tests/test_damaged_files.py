@@ -24,6 +24,7 @@ import pytest
 
 from harness import outputs
 from harness.launchers import ROOT
+from harness.processes import wait_until
 from harness.runs import Reference, Run
 
 EXAMPLES = ROOT / "examples"
@@ -90,7 +91,7 @@ LOCKS = """
 import fcntl, sys
 file = open(sys.argv[1], "w")
 fcntl.lockf(file, fcntl.LOCK_EX)
-print("locked", flush=True)
+open("locked", "w").close()
 input()
 """
 
@@ -104,9 +105,9 @@ def test_unfinished_files(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "tmp.5.folder.pt").mkdir()
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", LOCKS, tmp_path / ".lock"], **pipes) as other:
-        assert other.stdout.readline() == b"locked\n"
+    words = [sys.executable, "-c", LOCKS, tmp_path / ".lock"]
+    with subprocess.Popen(words, cwd=tmp_path, stdin=subprocess.PIPE) as other:
+        wait_until((tmp_path / "locked").exists, 60, "the other run's lock")
         assert "another run is writing" in names["lock"](tmp_path)
         assert all((tmp_path / name).exists() for name in (*left, *own))  # they are that run's
         other.communicate(b"\n", timeout=60)
