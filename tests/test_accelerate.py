@@ -16,6 +16,7 @@ from tests.test_torchrun_multinode import BAD_INTERVALS, COUNTING, saved_step, s
 pytestmark = pytest.mark.only("accelerate")
 
 
+@pytest.mark.runs("weekly")
 def test_gradient_accumulation(example: str, folder: Path) -> None:
     """2 batches of 16 per step take the steps of batch 32, clipping included, and exchange as many gradients."""
     (folder / "counting.py").write_text(COUNTING)

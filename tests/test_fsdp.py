@@ -530,6 +530,7 @@ def test_share_of_memory(example: str) -> None:
             assert held[kind] * processes == pytest.approx(whole[kind], rel=0.05), (processes, tensor_parallel, kind)
 
 
+@pytest.mark.runs("weekly")
 def test_hugging_face(example: str, folder: Path, reference: Reference) -> None:
     """The page's commands: `transformers` loads what they write, with the same logits; the way back keeps the bits."""
     export, back = next(list(block) for block in readme.blocks(ROOT / "docs" / "using-the-model.md"))

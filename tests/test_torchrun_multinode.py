@@ -56,6 +56,7 @@ def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -
     outputs.assert_same_run(folder / "output", reference.output)
 
 
+@pytest.mark.runs("weekly")
 def test_stopped_in_the_warmup(example: str, folder: Path) -> None:
     """Stopped in mid-epoch in its warm-up and resumed, with two batches a step: the same rates, and the same bits."""
     edits.note_rates(folder, LAUNCHERS[example])
