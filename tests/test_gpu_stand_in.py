@@ -45,6 +45,7 @@ def assert_clean(example: str, record: Path, run: runs.Run) -> None:
     assert any(did[f"nccl {what} cuda:{number}"] for what in ("allreduce", "reduce_scatter") for number in {*own}), did
 
 
+@pytest.mark.runs("weekly", "accelerate", "deepspeed", "lightning")  # what is of the launcher runs on the CPU, too
 def test_trains(example: str, folder: Path, reference: Reference, built: Path, tmp_path: Path) -> None:
     """It trains in mixed precision as on the CPU, and nearly all that only a GPU's run reaches is executed.
 

@@ -23,7 +23,7 @@ def load(path: Path) -> dict:
 
 
 @pytest.mark.only(*WITH_FLAG)
-@pytest.mark.runs("one")
+@pytest.mark.runs("weekly")  # test_killed_at_each_moment calls the same functions
 def test_kept(example: str, folder: Path) -> None:
     """A run is killed after its third epoch and resumed. The last two epochs are there, and the best; any continues."""
     output, words = folder / "output", ("--epochs", "5", "--keep-epochs", "2")

@@ -154,7 +154,7 @@ def test_slow_disk(example: str, source: Path, lab: Lab, tmp_path: Path) -> None
 
 
 @pytest.mark.runs("patterns")
-@pytest.mark.runs("weekly", "deepspeed")  # it has the launcher of torchrun_multinode
+@pytest.mark.runs("weekly", "deepspeed", "lightning")  # torchrun_multinode and ddp_spawn have their launchers
 def test_preempted_and_killed(
     example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]
 ) -> None:
