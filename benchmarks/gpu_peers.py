@@ -11,6 +11,7 @@ The sources are clones, or folders OWNER+NAME with the files alone, which `expor
 import functools
 import json
 import pickle
+import random
 import re
 import statistics
 import subprocess
@@ -36,12 +37,13 @@ class Sizes:
     context: int = 1024
     batch: int = 32  # samples of a step of each process
     steps: int = 100
-    # torchvision, beside torchrun_vision. An epoch needs three times as many batches as it has workers, or 30.
+    # torchvision, beside torchrun_vision
     images: Path = Path("images")  # train/CLASS/*.jpg and val/CLASS/*.jpg, of five classes or more
     image_model: str = "resnet50"
     image_size: int = 224
     image_batch: int = 256
-    image_epochs: int = 1
+    image_epochs: int = 2
+    image_rounds: int = 4  # of an epoch: in a round each worker reads a batch, or several
     workers: int = 15  # of each process
     # peft, beside lora
     model: Path = Path("model")  # in Hugging Face's format, with a tokenizer
@@ -100,12 +102,14 @@ class Script:
         folder.mkdir(parents=True, exist_ok=True)
         for path, source in self.files.items():
             (folder / Path(path).name).write_text(edited(path, read(self, sources, path), source))
-        return ["env", "-u", "SLURM_PROCID", f"CLOCK_EVERY={clock_steps(self, sizes)}", *self.arrange(folder, sizes)]
+        every = round_of_steps(sizes) if self.unit == "images/s" else sizes.every
+        return ["env", "-u", "SLURM_PROCID", f"CLOCK_EVERY={every}", *self.arrange(folder, sizes)]
 
     def speed(self, log: str) -> float:
-        """Return the units per second of all processes: the median of the intervals, without the first.
+        """Return the units per second of all processes: the median of the intervals but the first.
 
-        Where the number of units falls, a new epoch begins: that is no interval, since it has an evaluation.
+        Where the number of units falls a new epoch has begun: that is no interval, since it has an evaluation.
+        Raises CannotRun, with one line that says why.
         """
         ticks = [(float(time), int(units)) for time, units in re.findall(r"clock: ([\d.]+) (\d+)", log)]
         pairs = zip(ticks, ticks[1:], strict=False)
@@ -115,14 +119,12 @@ class Script:
         return statistics.median(speeds[1:])
 
 
-def clock_steps(script: Script, sizes: Sizes) -> int:
-    """Return the number of steps between two times that are printed.
+def round_of_steps(sizes: Sizes) -> int:
+    """Return how many steps after another count as one interval of torchvision's script.
 
     Loader workers hand over their batches in turn: only after a whole round, or several, has each read as many.
     """
-    if script.beside != "torchrun_vision" or not sizes.workers:
-        return sizes.every
-    return sizes.workers * -(-sizes.every // sizes.workers)
+    return max(1, sizes.workers) * -(-sizes.every // max(1, sizes.workers))
 
 
 def read(script: Script, sources: Path, path: str) -> str:
@@ -185,17 +187,28 @@ def arrange_nanogpt(folder: Path, sizes: Sizes, compiled: bool) -> list[str]:
         "eval_interval": sizes.steps + 1,
         "eval_iters": 0,  # of its evaluation before the first step
     }
-    return [*launcher(sizes), "train.py", *(f"--{name}={value}" for name, value in flags.items())]
+    # On a CPU the compiler takes two minutes for a small model, too: there only the flag is tried.
+    words = ["TORCHDYNAMO_DISABLE=1"] if compiled and sizes.device == "cpu" else []
+    return [*words, *launcher(sizes), "train.py", *(f"--{name}={value}" for name, value in flags.items())]
 
 
 def arrange_torchvision(folder: Path, sizes: Sizes, bf16: bool) -> list[str]:
-    """Return the command of torchvision's references, whose data are there already."""
-    classes = sum(path.is_dir() for path in (sizes.images / "train").glob("*"))
+    """Write a folder of links to the images, as often as an epoch needs them; return torchvision's command."""
+    files = sorted((sizes.images / "train").glob("*/*"))
+    random.Random(0).shuffle(files)  # so that each class is there
+    classes = len({path.parent.name for path in files})
     if classes < 5:
         raise CannotRun(f"cannot run: it shows the accuracy of 5 classes, and {sizes.images} has {classes}")
+    steps = sizes.image_rounds * round_of_steps(sizes)
+    for number in range(steps * sizes.image_batch * sizes.processes):
+        file = files[number % len(files)]
+        link = folder / "images" / "train" / file.parent.name / f"{number}{file.suffix}"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(file.resolve())
+    (folder / "images" / "val").symlink_to((sizes.images / "val").resolve())
     flags = {
         "device": sizes.device,
-        "data-path": sizes.images.resolve(),
+        "data-path": "images",
         "model": sizes.image_model,
         "batch-size": sizes.image_batch,
         "workers": sizes.workers,
@@ -237,6 +250,7 @@ def arrange_peft(folder: Path, sizes: Sizes) -> list[str]:
         "eval_step": 10**6,
         "save_step": 10**6,
     }
+    # Words of `env`.
     offline = [f"HF_HOME={folder.resolve() / 'cache'}", "HF_HUB_OFFLINE=1"]
     words = [f"--{name}={value}" for name, value in flags.items()]
     return [*offline, *launcher(sizes), "olora_finetuning.py", *words]
@@ -303,7 +317,9 @@ PEFT_FILES = {
             Edit(96, 0, 0, "        return example\n"),  # the samples are tokens already
             Edit(107, 26, 17, "True"),  # LoRA's usual first weights, as ours
             Edit(126, 26, 3, EVERY),
-            Edit(127, 0, 0, "            bf16=True,\n"),  # autocast, as ours: adapters stay in fp32
+            Edit(
+                127, 0, 0, "            bf16=True, use_cpu=not torch.cuda.is_available(),\n"
+            ),  # autocast, as ours: adapters stay in fp32
             Edit(141, 0, 0, PEFT_CLOCK),
         ],
     )
