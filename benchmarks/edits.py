@@ -38,9 +38,11 @@ def edited(path: str, text: str, source: Source) -> str:
             f"cannot run: {path} is not the file that our edits were written for: "
             f"its SHA-256 is {found[:12]}, not {source.sha256[:12]}"
         )
-    lines = text.splitlines(keepends=True)
+    lines = [line + "\n" for line in text.split("\n")]
     # The last place first: so the edits before it still find theirs.
     for edit in sorted(source.edits, key=lambda edit: (edit.line, edit.column), reverse=True):
+        if not 0 < edit.line <= len(lines) or not 0 <= edit.column < len(lines[edit.line - 1]):
+            raise ValueError(f"{path} has no line {edit.line}, column {edit.column}")
         start = sum(map(len, lines[: edit.line - 1])) + edit.column
         text = text[:start] + edit.text + text[start + edit.removed :]
     return text

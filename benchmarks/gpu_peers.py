@@ -131,13 +131,13 @@ def read(script: Script, sources: Path, path: str) -> str:
     """Return a file of the script's commit: from OWNER+NAME/PATH in `sources`, or from a clone OWNER+NAME[/repo]."""
     folder = sources / script.repository.replace("/", "+")
     if (folder / path).is_file() and not (folder / ".git").exists():
-        return (folder / path).read_text()
+        return (folder / path).read_bytes().decode()
     for clone in (folder, folder / "repo"):
         if clone.is_dir():
             words = ["git", "-C", str(clone), "show", f"{script.commit}:{path}"]
-            done = subprocess.run(words, capture_output=True, text=True)
+            done = subprocess.run(words, capture_output=True)
             if done.returncode == 0:
-                return done.stdout
+                return done.stdout.decode()
     raise CannotRun(f"cannot run: {folder} has neither {path} nor a clone with commit {script.commit[:12]}")
 
 
