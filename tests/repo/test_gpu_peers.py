@@ -52,7 +52,7 @@ def test_another_file(text: str) -> None:
 @pytest.mark.parametrize(
     ("edit", "why"),
     [
-        (Edit(6, 0, 0, "x"), "line 6"),
+        (Edit(7, 0, 0, "x"), "line 7"),
         (Edit(0, 0, 0, "x"), "line 0"),
         (Edit(2, 1, 0, "x"), "line 2, column 1"),
         (Edit(3, 15, 9, "x"), ""),  # over the end of a line, as far as the file goes
