@@ -60,7 +60,7 @@ class Launcher:
     epoch_start: str = "    start = time.perf_counter()\n"  # the line of train.py where an epoch begins
     torchvision: bool = False  # whether its framework imports it, asked for or not
     global_batch: int = 128  # with two processes
-    lines: int = 223  # that train.py has at most
+    lines: int = 226  # that train.py has at most
     alone: str = "train.main(train.parse_args())"  # what one process calls to train without a launcher
     prepare: str = ""  # the README's command that makes the data, if they are not in the folder
     model: str = "model.pt"  # the trained model, in the output folder
@@ -129,7 +129,7 @@ LAUNCHERS = {
         "torchrun --standalone --nproc-per-node={n} train.py",
         status_after_bad_input=1,
         processes_in_job=4,
-        lines=286,
+        lines=289,
         first_line="TinyGPT on a random source",
         learns=("test_loss", "<=", 2.2235 + 0.1),  # the source's entropy, and what may be missing
         train_loss=(2.6, 2.3),
@@ -185,7 +185,7 @@ LAUNCHERS = {
         "torchrun --standalone --nproc-per-node={n} train.py",
         status_after_bad_input=1,
         processes_in_job=4,
-        lines=286,
+        lines=289,
         first_line="LlamaForCausalLM in model on text.txt",
         learns=("test_loss", "<=", 4.35),
         train_loss=(5, 4.4),
@@ -214,7 +214,7 @@ LAUNCHERS = {
         status_after_bad_input=1,
         processes_in_job=4,
         fp16=True,
-        lines=286,
+        lines=289,
         first_line="resnet18 on images",
         learns=("test_accuracy", ">=", 0.7),
         train_loss=(1.3, 1),

@@ -269,7 +269,7 @@ def resume_settings(args):
     """Return the settings that a resumed run must share with the run that it continues."""
     names = ["dataset", "data", "text", "base", "model", "image_size", "sync_batchnorm", "context"]
     names += ["width", "layers", "heads", "full", "lora_rank", "lora_alpha", "lora_dropout", "target_modules"]
-    names += ["optimizer", "zero_stage", "fp16_allreduce", "seed", "precision", "global_batch"]
+    names += ["vocabulary", "optimizer", "zero_stage", "fp16_allreduce", "seed", "precision", "global_batch"]
     settings = {name: value for name, value in vars(args).items() if name in names}
     if args.scale_lr:  # with the same --lr, other processes would go on with another learning rate
         settings["--scale-lr, whose number of processes was"] = getattr(args, "groups", args.world_size)

@@ -22,7 +22,9 @@ import numpy as np
 
 SAMPLES, SECONDS = 64, 0.4  # of each data set: how many samples are read at most, and for how long
 LARGEST = 2**24  # elements of labels that are looked at; of more, every second, third, ...
-CROSS_ENTROPY = r"(?<!binary_)cross_entropy\(|CrossEntropyLoss\(|sparse_softmax_cross_entropy_with_logits\("
+CROSS_ENTROPY = (
+    r"(?<!binary_)cross_entropy\(|token_loss\(|CrossEntropyLoss\(|sparse_softmax_cross_entropy_with_logits\("
+)
 facts = {}  # "data" and "model": what they are, on rank 0; what a checkpoint is compared with
 labels_of_all = {}  # "least" and "most" of the labels, one whole number for each sample, on each rank
 losses = {"batches": 0, "before": 0, "finite": True, "loader": None}  # of this epoch, see note_loss()
@@ -356,6 +358,13 @@ def explain(error):
         return (
             f"the label {label} is outside of the classes for which the model has an output, which count from 0 "
             f"({first_line(text)}): change the labels where the data are read, or the model"
+        )
+    if type(error).__module__ in ("torch._inductor.exc", "torch._dynamo.exc") and "--compile" in sys.argv:
+        lines = [line.strip() for line in text.splitlines() if line.strip() and not line.endswith("raised:")]
+        errors = [*lines[:1], *(line for line in lines if "error: " in line)]
+        return (
+            f"--compile: PyTorch cannot compile the model ({': '.join(errors[:2])[:400]}). A CPU needs g++, a GPU "
+            "gcc and Triton, both need Python.h and a folder to write to: see docs/compile.md, or leave it out"
         )
     if "device-side assert" in text:
         return (

@@ -57,6 +57,7 @@ def parse_args():
     parser.add_argument("--prefetch", type=int, default=2, help="batches that each worker reads ahead")
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
     parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
+    parser.add_argument("--compile", action="store_true", help="faster on GPUs: see docs/compile.md of the repository")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
     parser.add_argument("--checkpoint-every", type=plumbing.steps_or_minutes, help="also save every 500 (steps), 10min")
     parser.add_argument("--log-to", choices=logs.NAMES, help="also write the metrics for these")
@@ -84,6 +85,7 @@ def setup(args):
     torch.set_num_threads(max(1, cores - args.workers))  # more threads than cores are slower
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True  # images of one size: tries which kernels are fastest, once
         torch.set_float32_matmul_precision("high")  # TF32: faster matrix products in fp32, since the A100
     plumbing.check_gpu(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # ddp: Gloo for tensors on the CPU
@@ -153,6 +155,7 @@ def cosine(args, step):
 
 
 @torch.no_grad()
+@plumbing.uncompiled  # its last batch may be smaller, and would have to be compiled anew
 def evaluate(args, model, test_loader, device):
     """Return the mean test loss, and the top-1 and top-5 accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
@@ -221,7 +224,7 @@ def make_parts(args, classes, device):
     if args.sync_batchnorm:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # ddp: over the batches of all processes
     model = model.to(device, DTYPES[args.precision], memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=device.type == "cuda")
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")  # small gradients would become 0
     return {"model": model, "optimizer": optimizer, "scaler": scaler}
 
@@ -234,7 +237,6 @@ def main(args):
     plumbing.end_with_loader_workers()
     device, rank = setup(args), dist.get_rank()
 
-    # Data
     train_set, test_set, args.classes = image_files.load(args.data_dir, args.image_size)  # in run.json, too
     args.data = f"{len(train_set)} images of {len(args.classes)} classes"  # a checkpoint is for these
     # ddp: shuffled shards of equal length, so that all processes take the same number of steps
@@ -251,6 +253,8 @@ def main(args):
     ddp_model.broadcast_buffers = False  # ddp: not BatchNorm's statistics of rank 0: train_one_epoch averages them
     zeros = torch.zeros(1, 3, args.image_size, args.image_size, device=device, dtype=DTYPES[args.precision])
     plumbing.fix_summation_order(ddp_model, zeros)  # so that a resumed run has the same bits; the shape is the input's
+    if args.compile:
+        plumbing.compile_in_place(args, model)
 
     # Train.
     plumbing.print_header(args, f"{plumbing.model_name(args, model)} on {args.data_dir}", device, progress)
