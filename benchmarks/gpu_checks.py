@@ -18,7 +18,7 @@ from benchmarks.gpu_steps import FAILED, LEFT_OUT, MEASURED, LeftOut, Monitor, R
 from harness.launchers import LAUNCHERS, ROOT, copy_example
 
 WITH_GPUS = [name for name, row in LAUNCHERS.items() if row.gpus]
-PACKAGES = ("torch", "torchvision", "transformers", "peft", "lightning", "accelerate", "deepspeed", "numpy")
+PACKAGES = ("torch", "torchvision", "transformers", "peft", "lightning", "accelerate", "deepspeed", "datasets", "numpy")
 NEEDED = {  # by an example, beside torch
     "accelerate": ("accelerate",),
     "deepspeed": ("deepspeed", "hjson", "pydantic"),
@@ -27,6 +27,7 @@ NEEDED = {  # by an example, beside torch
     "torchrun_vision": ("torchvision",),
     **dict.fromkeys(("ddp_spawn", "torchrun_multinode"), ("torchvision",)),  # it reads MNIST's format
 }
+NEEDED_BY_SCRIPTS = {"huggingface/peft": "datasets"}
 
 SANITY = """
 import importlib.metadata, importlib.util, json, sys, time, torch
@@ -82,6 +83,9 @@ def sanity(bench: Bench) -> Step:
         found["memory_gb"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
         found["shm_gb"] = round(shutil.disk_usage("/dev/shm").total / 2**30, 1)
         found["work"] = str(bench.work.parent)
+        for repository, needed in NEEDED_BY_SCRIPTS.items():
+            if needed in found["absent"]:
+                bench.missing[repository] = f"no {needed} here"
         bench.found |= found
         absent = ", ".join(found.pop("absent"))
         rows: list[Row] = [{"name": "sanity", "state": MEASURED, **found, "absent": absent}]
@@ -245,7 +249,7 @@ def script_sizes(bench: Bench, figure: Figure) -> Any:
         sizes |= {name: data[name] for name in names} | {"steps": max(9, 3 * steps)}
     elif figure.group == "vision":
         sizes |= {"images": data["images"], "image_model": data["model"], "image_size": data["image_size"]}
-        sizes |= {"image_batch": data["batch"], "image_epochs": 2}
+        sizes |= {"image_batch": data["batch"], "image_epochs": 2, "image_rounds": 3}
         sizes["workers"] = max(1, bench.cores // bench.processes - 1)
     else:
         sizes |= {"model": data["model_dir"], "lora_context": data["context"], "lora_rank": data["rank"]}
@@ -259,7 +263,7 @@ def run_script(bench: Bench, figure: Figure, script: Any, limit: float) -> Row:
 
     if not bench.sources:
         raise LeftOut(f"no --sources with {script.repository}")
-    if reason := bench.why_not(figure):
+    if reason := bench.missing.get(script.repository) or bench.why_no_script(figure):
         raise LeftOut(reason)
     name = f"script-{script.name}"
     folder = bench.work / "runs" / name

@@ -114,9 +114,25 @@ def shown(row: Row) -> str:
     """Return a row as one line of the log."""
     if row["state"] != MEASURED:
         return f"{row['name']}: {row['state']}: {row['reason']}"
-    hidden = ("step", "name", "state", "command", "values", "kernels", "wall_seconds", "unit", "value")
+    hidden = (
+        "step",
+        "name",
+        "state",
+        "command",
+        "kernels",
+        "wall_seconds",
+        "unit",
+        "value",
+        "by_test",
+        "skips",
+        "beside",
+    )
     value = f"{row['value']:,.0f} {row['unit']}" if "value" in row else ""
-    rest = [f"{name} {found}" for name, found in row.items() if name not in hidden and found not in (None, "")]
+    rest = []
+    for name, found in row.items():
+        if name not in hidden and found not in (None, ""):
+            text = " ".join(f"{one:,.0f}" for one in found) if name == "values" else str(found)
+            rest.append(f"{name} {text}"[:400])
     return f"{row['name']}: {', '.join([value, *rest] if value else rest)}"
 
 

@@ -28,6 +28,7 @@ PACKAGES = {  # that a machine with PyTorch and Hugging Face's packages may stil
     "pydantic-core": "pydantic",
     "annotated-types": "pydantic",
     "typing-inspection": "pydantic",
+    "typing-extensions": "pydantic, which needs a newer one than PyTorch does",
     "datasets": "the public script of peft",
     "dill": "datasets",
     "multiprocess": "datasets",
