@@ -172,7 +172,7 @@ def tests(bench: Bench) -> Step:
             report = bench.out / f"tests-{example}.jsonl"
             words = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu_test_report", "-p", "no:cacheprovider"]
             words += ["-m", "gpu", "--tb=short", "-rP", f"--example={example}", "tests/test_gpu.py"]
-            words += [f"--basetemp={bench.work / f'tests-{example}'}"]
+            words += [f"--basetemp={bench.programs / f'tests-{example}'}"]
             words += ["-n", "2"] if len(slots) > 1 and len(mine) > 2 else ["-p", "no:xdist"]
             variables = bench.variables | {"TEST_REPORT": str(report)}
             if "FAKE_CUDA_DEVICES" in os.environ:  # then test_gpu.py knows these GPUs
@@ -294,7 +294,7 @@ def preflight(bench: Bench) -> Step:
     kept = ("gpus", "wheel", "python", "limits", "reduce", "sizes")
 
     def run(limit: float) -> list[Row]:
-        folder = Path(shutil.copytree(ROOT / "preflight", bench.work / "preflight"))
+        folder = Path(shutil.copytree(ROOT / "preflight", bench.programs / "preflight"))
         (folder / "scontrol").write_text('#!/bin/sh\necho "$3"\n')
         (folder / "scontrol").chmod(0o755)
         tasks, node = bench.processes, "localhost"

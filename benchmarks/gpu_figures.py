@@ -131,7 +131,8 @@ class Bench:
     """Where and how all figures of one run are measured."""
 
     out: Path  # for results and logs
-    work: Path  # temporary
+    work: Path  # temporary, for data and checkpoints: in memory, if there is enough
+    programs: Path  # temporary, for what is executed, which some systems forbid for what is in memory
     sizes: Mapping[str, Sizes]
     seconds: float  # of an epoch, about
     tiny: bool
@@ -274,6 +275,8 @@ def read(bench: Bench, figure: Figure, output: Path, done: Done, monitor: Monito
         found["torch_mb"] = max(used["gpu_mb"] for used in run["stops"][-1]["used"])
         found["ram_mb"] = max(used["mb"] for used in run["stops"][-1]["used"])
     weights = run["starts"][-1].get("model", {}).get("weights")
+    if weights:
+        found["weights"] = weights
     if figure.group == "fsdp" and weights and bench.peak and bench.gpus:
         flops = flops_of_a_token(weights, bench.sizes["fsdp"]) * value
         found["peak_share"] = round(flops / 1e12 / bench.peak / bench.gpus, 4)

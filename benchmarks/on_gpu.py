@@ -76,18 +76,19 @@ def read_args() -> argparse.Namespace:
     return args
 
 
-def make_bench(args: argparse.Namespace, work: Path) -> Bench:
+def make_bench(args: argparse.Namespace, work: Path, programs: Path) -> Bench:
     """Return what all steps share, as far as it is known before the first of them."""
-    variables = {"PATH": f"{gpu_steps.make_commands(work / 'bin')}:{os.environ['PATH']}"}
-    variables |= {"TORCHINDUCTOR_CACHE_DIR": str(work / "inductor")}
+    variables = {"PATH": f"{gpu_steps.make_commands(programs / 'bin')}:{os.environ['PATH']}"}
+    variables |= {"TORCHINDUCTOR_CACHE_DIR": str(programs / "inductor")}
     if args.wheels:
-        packages = install(args.wheels, work / "packages")
+        packages = install(args.wheels, programs / "packages")
         variables["PYTHONPATH"] = ":".join(filter(None, [str(packages), os.environ.get("PYTHONPATH", "")]))
     if "FAKE_CUDA_DEVICES" in os.environ:
         variables["FAKE_CUDA_DEVICES"] = os.environ["FAKE_CUDA_DEVICES"]
     return Bench(
         out=args.out,
         work=work,
+        programs=programs,
         sizes=TINY if args.tiny else FULL,
         seconds=args.seconds,
         tiny=args.tiny,
@@ -155,7 +156,7 @@ def main() -> None:
         return
     if args.list:
         work = Path(tempfile.gettempdir())
-        bench = Bench(work, work, FULL, 5, False, None, 0, 1, {}, 1)
+        bench = Bench(work, work, work, FULL, 5, False, None, 0, 1, {}, 1)
         for step in make_plan(bench):
             print(f"{step.group:9} {step.name:44} at most {step.limit:3.0f} s")
         return
@@ -164,9 +165,10 @@ def main() -> None:
     args.out = args.out.resolve()
     results = Results(args.out / "results.json")
     signal.signal(signal.SIGTERM, stop)
-    place = args.work or in_memory(1 << (24 if args.tiny else 36))
-    with tempfile.TemporaryDirectory(prefix="on-gpu-", dir=place, ignore_cleanup_errors=True) as temporary:
-        bench = make_bench(args, Path(temporary))
+    place = args.work or in_memory((1 if args.tiny else 40) << 30)
+    options = {"prefix": "on-gpu-", "ignore_cleanup_errors": True}
+    with tempfile.TemporaryDirectory(dir=place, **options) as work, tempfile.TemporaryDirectory(**options) as programs:
+        bench = make_bench(args, Path(work), Path(programs))
         plan = chosen(make_plan(bench), args)
         bench.groups = needed_groups(plan)
         results.plan = [name for step in plan for name in step.rows]

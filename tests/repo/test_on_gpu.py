@@ -24,7 +24,7 @@ EMPTY: dict[str, str] = {}
 def bench(folder: Path, **changes: object) -> gpu_figures.Bench:
     """Return what the steps share, for a machine that is none."""
     given = {"sizes": gpu_figures.FULL, "seconds": 5, "tiny": False, "peak": 989.4, "gpus": 1, "processes": 1}
-    return gpu_figures.Bench(out=folder, work=folder, variables={}, cores=16, **(given | changes))
+    return gpu_figures.Bench(out=folder, work=folder, programs=folder, variables={}, cores=16, **(given | changes))
 
 
 def test_step_over_its_limit(tmp_path: Path) -> None:
