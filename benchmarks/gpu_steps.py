@@ -147,6 +147,8 @@ class Done:
 
     def why(self) -> str:
         """Return why it failed, in one line."""
+        if self.over and STOPPED.is_set():
+            return "it was ended with the whole run"
         if self.over:
             return f"it was ended at its limit, {self.over:.0f} s"
         return f"it ended with {self.status}: {last_words(self.text)}"

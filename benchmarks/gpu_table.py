@@ -50,6 +50,8 @@ def caption(about: dict[str, Any]) -> str:
         words.append("no GPU")
     words.append(f"{about.get('cores')} cores, Python {about.get('python')}")
     words.append(", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items()))
+    if about.get("commit"):
+        words.append(f"commit {about['commit']}")
     if about.get("matmul_tflops"):
         words.append(f"a product of 8192 x 8192 in bf16: {about['matmul_tflops']} TFLOP/s")
     if about.get("tiny"):
