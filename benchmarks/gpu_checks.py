@@ -355,6 +355,8 @@ def profiles(bench: Bench) -> list[Step]:
 
 def profile(bench: Bench, figure: Figure, limit: float) -> Row:
     """Profile a few steps of a figure; return its most expensive kernels."""
+    if "FAKE_CUDA_DEVICES" in bench.variables:
+        raise LeftOut("the stand-in for GPUs has no kernels")
     if reason := bench.why_not(figure):
         raise LeftOut(reason)
     folder = copy_example(ROOT / "examples" / figure.example, bench.work / "runs" / f"profile-{figure.group}")
@@ -369,6 +371,8 @@ def profile(bench: Bench, figure: Figure, limit: float) -> Row:
     if not written.exists():
         raise RuntimeError(done.why())
     found = json.loads(written.read_text())
+    if not found["kernels"]:
+        raise RuntimeError("the profiler has recorded no kernel")
     for kernel in found["kernels"]:
         say(f"  {kernel['ms']:8.3f} ms {kernel['share']:6.1%} {kernel['count']:6.1f}x {kernel['name'][:90]}")
     return {"name": f"profile of {figure.name}", "state": MEASURED, "command": " ".join(command), **found}
