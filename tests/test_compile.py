@@ -26,7 +26,7 @@ WAYS = {
     "twice": "--gradient-checkpointing --gradient-accumulation-steps 2",
     "tensor": "--tensor-parallel 2",
 }
-WHOSE = {"tensor": ("fsdp",), "twice": ("fsdp", "lora", "torchrun_vision")}
+WHOSE = {"tensor": ("fsdp",), "twice": ("fsdp", "lora")}
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -35,14 +35,18 @@ def words_of(example: str, way: str = "default") -> list[str]:
     return f"{SMALL[example]} {WAYS[way]} --epochs 2 --precision fp64".split()
 
 
-def assert_same(output: Path, other: Path) -> None:
-    """Check that two runs ended with weights of the same names, and the same but for a rounding, and their metrics."""
+def assert_same(example: str, output: Path, other: Path) -> None:
+    """Check that two runs ended with weights of the same names, and the same but for a rounding, and their metrics.
+
+    Llama's RMSNorm computes in fp32, whatever the weights are, so that lora's differ by more: 1.3e-5 were found.
+    """
+    bound = 1e-4 if example == "lora" else 1e-9
     one, two = map(outputs.read_model, (output, other))
     assert not [name for name in one if "_orig_mod" in name]
-    assert outputs.largest_difference(one, two) < 1e-9  # found: at most 1e-13
+    assert outputs.largest_difference(one, two) < bound  # found: at most 1e-13
     for row, expected in zip(*map(outputs.read_metrics, (output, other)), strict=True):
         for name in ("train_loss", "test_loss"):
-            assert row[name] == pytest.approx(expected[name], rel=1e-9)
+            assert row[name] == pytest.approx(expected[name], rel=bound)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +60,7 @@ def test_same_training(example: str, folder: Path, way: str) -> None:
         example, folder, 2, *words, "--compile", "--output-dir", "compiled", seconds=600, TORCH_LOGS="recompiles"
     )
     assert "ecompiling" not in run.stderr and "_limit" not in run.stderr, run.stderr
-    assert_same(folder / "compiled", folder / "plain")
+    assert_same(example, folder / "compiled", folder / "plain")
 
 
 def test_switched_on_and_off(example: str, folder: Path) -> None:
@@ -69,7 +73,7 @@ def test_switched_on_and_off(example: str, folder: Path) -> None:
         runs.train(example, folder, 2, *own, *first, "--epochs", 1, seconds=600, **cache)
         run = runs.train(example, folder, 2, *own, *second, "--resume", seconds=600, **cache)
         assert "continuing after epoch 1 of 2" in run.stdout
-        assert_same(output, folder / "plain")
+        assert_same(example, output, folder / "plain")
 
 
 def test_stopped_and_resumed(example: str, folder: Path) -> None:

@@ -305,7 +305,11 @@ def test_refused(example: str, folder: Path) -> None:
     texts = {
         "--width 100 --heads 3": ["--width 100", "multiple of --heads 3"],
         "--vocabulary 3": ["--vocabulary must be 4 or more, not 3"],
-        "--vocabulary 50304 --text-file train.py": ["256 kinds of tokens", "--vocabulary 50304", "leave one of the two"],
+        "--vocabulary 50304 --text-file train.py": [
+            "256 kinds of tokens",
+            "--vocabulary 50304",
+            "leave one of the two",
+        ],
         "--tensor-parallel 3": ["--heads 4", "multiple of --tensor-parallel 3"],
         "--tensor-parallel 2": ["3 processes", "--tensor-parallel 2"],
         "--max-grad-norm -1": ["--max-grad-norm", "0 or more"],

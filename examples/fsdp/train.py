@@ -255,7 +255,7 @@ def main(args):
     # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
     model = build_model(args, mesh, device)
     args.parameters = sum(weight.numel() for weight in model.parameters())  # fsdp: of all processes together
-    fused = device.type == "cuda" and not args.cpu_offload  # one call for all shards; foreach: one for each operation
+    fused = device.type == "cuda" and args.tensor_parallel == 1 and not args.cpu_offload  # one mesh, up to PyTorch 2.8
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=fused, foreach=not fused)
     progress = resume(args, model, optimizer, device)
 

@@ -68,8 +68,7 @@ def parse_args():
     plumbing.check_args(parser, args)
     plumbing.share_batch(args)
     logs.check_args(parser, args)
-    if args.sync_batchnorm and not torch.cuda.is_available():
-        parser.error("--sync-batchnorm needs GPUs: PyTorch has no SyncBatchNorm for CPUs. Use a larger --batch-size")
+    classifiers.check_args(parser, args)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
     return args
