@@ -26,6 +26,7 @@ import argparse
 import dataclasses
 import functools
 import os
+import re
 import shutil
 import signal
 import sys
@@ -67,6 +68,11 @@ def read_args() -> argparse.Namespace:
         folder = getattr(args, name)
         if folder and not folder.is_dir():
             parser.error(f"--{name} {folder}: there is no such folder")
+    here = f"3{sys.version_info.minor}"
+    for wheel in sorted(args.wheels.glob("*.whl")) if args.wheels else ():
+        named = re.search(r"-(?:cp|py)(3\d+)-(?:cp\d+|none)-", wheel.name)
+        if named and named[1] != here:
+            parser.error(f"--wheels: {wheel.name} is for another Python than this {sys.version.split()[0]}")
     if not (args.out or args.list or args.fill):
         parser.error("--out FOLDER is missing: it says where the results go")
     if args.out and (args.out / "results.json").exists():

@@ -250,6 +250,8 @@ REFUSED = {
     "--out results --sources nowhere": "--sources nowhere: there is no such folder",
     "--out results --wheels nowhere": "--wheels nowhere: there is no such folder",
     "--out results --only fspd": "there is no step fspd: see --list",
+    "--out results --wheels old": "--wheels: dill-0.4.1-py39-none-any.whl is for another Python than this 3.",
+    "--out results --wheels other": "--wheels: x-1-cp39-cp39-manylinux_2_17_x86_64.whl is for another Python",
     "--out done": "--out done has results of an earlier run: give another folder",
 }
 
@@ -258,6 +260,10 @@ REFUSED = {
 def test_refuses(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Arguments that cannot be right get one line, before anything is run."""
     monkeypatch.chdir(tmp_path)
+    for folder, name in (("old", "dill-0.4.1-py39-none-any"), ("other", "x-1-cp39-cp39-manylinux_2_17_x86_64")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{name}.whl").touch()
+        (tmp_path / folder / "a-1-py3-none-any.whl").touch()
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "results.json").write_text("{}")
     monkeypatch.setattr(sys, "argv", ["on_gpu.py", *words.split()])
@@ -276,15 +282,6 @@ def test_files_are_pinned() -> None:
 
 # What a machine without a GPU lacks, by the reasons of the rows that are left out there.
 NO_GPU = {"power": "there is no nvidia-smi", "two GPUs": "there is no GPU", "NCCL all-reduce": "there is no GPU"}
-
-
-def start(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    """Start the script with small sizes, in a session of its own."""
-    command = [sys.executable, "-m", "benchmarks.on_gpu", "--out", folder, "--tiny", *words]
-    environment = os.environ | variables
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True
-    )
 
 
 def sources() -> list[str]:
@@ -310,7 +307,7 @@ def unfilled(folder: Path) -> dict[str, str]:
 def test_tiny(tmp_path: Path) -> None:
     """On the CPU every row is filled but for those that need a GPU, by name, in four minutes on two idle cores."""
     words = [sys.executable, "-m", "benchmarks.on_gpu", "--out", tmp_path / "out", "--tiny", *sources()]
-    done = finish(words, 1100, cwd=ROOT)
+    done = finish([*words, "--minutes", "17"], 1100, cwd=ROOT)
     left = unfilled(tmp_path / "out")
     assert all(left.pop(name).startswith(reason) for name, reason in NO_GPU.items()) and not left, left
     assert done.returncode == 0, done.stdout
@@ -323,39 +320,42 @@ def test_tiny(tmp_path: Path) -> None:
 def test_killed(number: signal.Signals, tmp_path: Path) -> None:
     """Killed in the middle, what was measured is on disk, whole; asked to end, it ends what runs and writes a table."""
     out = tmp_path / "out"
-    only = ["--only", "small", "preflight", "--at-once", "1", "--work", str(tmp_path)]
-    run = start(out, *only)
-    try:
-        path = out / "results.json"
-        wait_until(lambda: path.exists() and "ConvNet" in str(json.loads(path.read_text())["rows"]), 400, "a figure")
-        wait_until(lambda: len(list(out.glob("*ConvNet*.log"))) > 1, 100, "the next figure")
-        (run.send_signal if number == signal.SIGTERM else run.kill)(*[number] * (number == signal.SIGTERM))
-        run.wait(60)
-    finally:
-        with_marker = [pid for pid in marked() if str(tmp_path) in environment_of(pid)]
-        for pid in with_marker:
-            os.kill(pid, signal.SIGKILL)
-        run.kill()
+    path, words = out / "results.json", ["--only", "small", "preflight", "--at-once", "1", "--work", tmp_path]
+    command = [sys.executable, "-m", "benchmarks.on_gpu", "--out", out, "--tiny", *words]
+    # With TMPDIR each of its processes names tmp_path in its environment, by which those that are left are found.
+    options = {"cwd": ROOT, "env": os.environ | {"TMPDIR": str(tmp_path)}, "stdout": subprocess.DEVNULL}
+    with subprocess.Popen(command, **options) as run:
+        try:
+            wait_until(lambda: path.exists() and "ddp_spawn ConvNet" in path.read_text(), 60, "the plan")
+            wait_until(lambda: '"name": "ddp_spawn ConvNet bf16"' in path.read_text(), 400, "a figure")
+            wait_until(lambda: len(list(out.glob("*ConvNet*.log"))) > 1, 100, "the next figure")
+            run.send_signal(number)
+            run.wait(60)
+        finally:
+            run.kill()
+            left = marked(tmp_path)
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
     about, rows = gpu_table.load([out])
     found = {row["name"]: row for row in rows}
     assert found["sanity"]["state"] == found["ddp_spawn ConvNet bf16"]["state"] == MEASURED
     assert found["preflight"]["reason"] == "the run was ended before it"
     if number == signal.SIGTERM:
-        assert run.returncode == 128 + number and not with_marker
+        assert run.returncode == 128 + number and not left
         assert "the run was ended before it" in (out / "table.md").read_text()
 
 
-def marked() -> list[int]:
-    """Return the ids of all processes that belong to a step."""
-    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if gpu_steps.MARKER in environment_of(path.name)]
-
-
-def environment_of(pid: object) -> str:
-    """Return the environment of a process as text, or nothing."""
-    try:
-        return Path(f"/proc/{pid}/environ").read_text(errors="replace")
-    except OSError:
-        return ""
+def marked(folder: Path) -> list[int]:
+    """Return the ids of all processes that belong to a step, and to a run with this temporary folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (path / "environ").read_text(errors="replace")
+        except OSError:  # it has ended, or is not ours
+            continue
+        if gpu_steps.MARKER in text and str(folder) in text:
+            found.append(int(path.name))
+    return found
 
 
 @pytest.mark.runs("weekly")
