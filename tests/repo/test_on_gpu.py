@@ -280,6 +280,30 @@ def test_files_are_pinned() -> None:
     assert f"deepspeed=={on_gpu_files.version_of('deepspeed')}" in pinned
 
 
+FILES_REFUSED = {
+    "--out .": "--out . is there already: remove it",
+    "--out new --python 3": "--python 3: give it as 3.12",
+    "--out new --torch 2.5": "--torch 2.5: on_gpu.py takes 2.6 to 2.15",
+    "--out new --torch 2.16.1": "--torch 2.16.1: on_gpu.py takes",
+    "--out new --torch nightly": "--torch nightly: on_gpu.py takes",
+    "--out new --packages fire": "argument --packages: invalid choice: 'fire'",
+}
+
+
+@pytest.mark.parametrize("words", FILES_REFUSED)
+def test_files_refuse(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """What cannot be right is refused before anything is downloaded."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(on_gpu_files, "pip", lambda *words: pytest.fail("pip was called"))
+    monkeypatch.setattr(sys, "argv", ["on_gpu_files.py", *words.split()])
+    with pytest.raises(SystemExit) as refused:
+        on_gpu_files.main()
+    assert refused.value.code == 2 and FILES_REFUSED[words] in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 # What a machine without a GPU lacks, by the reasons of the rows that are left out there.
 NO_GPU = {"power": "there is no nvidia-smi", "two GPUs": "there is no GPU", "NCCL all-reduce": "there is no GPU"}
 
