@@ -54,6 +54,9 @@ def read_args() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9, help="for all steps together")
     parser.add_argument("--seconds", type=float, default=5, help="of an epoch; three epochs count")
     parser.add_argument("--only", nargs="+", metavar="STEP", default=[], help="steps, or groups of them: see --list")
+    parser.add_argument(
+        "--in-order", action="store_true", help="run the steps as --only names them, not by their worth"
+    )
     parser.add_argument("--without", nargs="+", metavar="STEP", default=[], help="steps, or groups of them")
     parser.add_argument("--tiny", action="store_true", help="small sizes, which also a CPU trains in minutes")
     parser.add_argument("--at-once", type=int, metavar="N", help="steps side by side (default: 1, with --tiny 2)")
@@ -134,6 +137,9 @@ def chosen(plan: Sequence[Step], args: argparse.Namespace) -> list[Step]:
         args.error(f"there is no step {' and no '.join(sorted(unknown))}: see --list")
     kept = [step for step in plan if not args.only or {step.name, step.group} & {*args.only, *FIRST}]
     kept = [step for step in kept if not {step.name, step.group} & set(args.without)]
+    if args.in_order:
+        order = [*FIRST, *args.only]
+        kept.sort(key=lambda step: min(order.index(name) for name in (step.name, step.group) if name in order))
     if args.tiny:  # a busy machine is no fault here
         kept = [dataclasses.replace(step, limit=4 * step.limit, needs=0) for step in kept]
     return [step for step in kept if step.name != "prepare" or needed_groups(kept)]

@@ -100,6 +100,23 @@ def test_plan() -> None:
         assert sorted(beside) == sorted(f"script-{script.name}" for script in gpu_peers.SCRIPTS)
 
 
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ("--only preflight tests", ["sanity", "tests", "preflight"]),
+        ("--only preflight tests --in-order", ["sanity", "preflight", "tests"]),
+        ("--only profile-vision tests", ["sanity", "prepare", "tests", "profile-vision"]),
+        ("--only tests profile --without profile-vision", ["sanity", "tests", "profile-fsdp"]),
+        ("--only profile tests --without profile-vision --in-order", ["sanity", "profile-fsdp", "tests"]),
+    ],
+)
+def test_chosen(words: str, steps: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--only and --without name steps or groups; what all need comes first, and data only where a step reads them."""
+    monkeypatch.setattr(sys, "argv", ["on_gpu.py", "--out", str(tmp_path / "new"), *words.split()])
+    plan = on_gpu.chosen(on_gpu.make_plan(bench(tmp_path)), on_gpu.read_args())
+    assert [step.name for step in plan] == steps
+
+
 def test_words_are_flags(tmp_path: Path) -> None:
     """Each flag of a figure is one of its train.py, or is among those that an older one lacks, and then is named."""
     for figure in gpu_figures.FIGURES:
