@@ -268,6 +268,7 @@ def run_script(bench: Bench, figure: Figure, script: Any, limit: float) -> Row:
     name = f"script-{script.name}"
     folder = bench.work / "runs" / name
     row: Row = {"name": f"{script.name} beside {figure.name}", "beside": figure.name, "unit": script.unit}
+    row["batch"] = bench.batch(figure)
     try:
         command = script.prepare(bench.sources, folder, script_sizes(bench, figure))
         with Monitor() as monitor:

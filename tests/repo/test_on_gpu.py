@@ -150,11 +150,22 @@ def test_steps_of_an_epoch(tmp_path: Path) -> None:
     """An epoch takes about as long on another card, and has no step too few; the tokens suffice for it."""
     figure = gpu_figures.FIGURES[0]
     h100, a100 = bench(tmp_path), bench(tmp_path, peak=312)
-    assert h100.steps(figure) == round(400_000 * 5 / (32 * 1024))
-    assert a100.steps(figure) == round(400_000 * 5 * 312 / 989.4 / (32 * 1024))
+    assert h100.steps(figure) == round(480_000 * 5 / (64 * 1024))
+    assert a100.steps(figure) == round(480_000 * 5 * 312 / 989.4 / (64 * 1024))
     tokens = h100.data(figure)["tokens"]
     training = tokens - max(tokens // 10, 1024 + 1)  # as fsdp's load_data does
-    assert (training - 1) // 1024 // 32 == h100.steps(figure)
+    assert (training - 1) // 1024 // 64 == h100.steps(figure)
+
+
+def test_another_batch(tmp_path: Path) -> None:
+    """A figure may have a batch of its own, which the command and the public script beside it get; --tiny has none."""
+    compiled = gpu_figures.FIGURES[0]
+    plain = next(figure for figure in gpu_figures.FIGURES if figure.name == "fsdp GPT 124M bf16")
+    found = [bench(tmp_path).command(figure) for figure in (compiled, plain)]
+    found.append(bench(tmp_path, tiny=True, sizes=gpu_figures.TINY).command(compiled))
+    assert [words[words.index("--batch-size") + 1] for words in found] == ["64", "32", "2"]
+    if find_spec("benchmarks.gpu_peers"):
+        assert gpu_checks.script_sizes(bench(tmp_path), compiled).batch == 64
 
 
 def test_flops() -> None:
@@ -207,7 +218,7 @@ def test_power_of_the_training_part() -> None:
 ABOUT = {"gpus": 1, "card": "NVIDIA H100 80GB HBM3", "driver": "580.159", "cuda": "13.0", "cores": 16}
 ABOUT |= {"python": "3.12.3", "versions": {"torch": "2.11.0"}, "started": 1_795_750_000, "matmul_tflops": 790}
 GPT = {"name": "fsdp GPT 124M bf16 --compile", "state": MEASURED, "value": 430_000.0, "unit": "tokens/s"}
-GPT |= {"values": [425_000.0, 430_000.0, 431_000.0], "peak_share": 0.372, "torch_mb": 41_000, "watt": 640}
+GPT |= {"values": [425_000.0, 430_000.0, 431_000.0], "batch": 64, "peak_share": 0.372, "torch_mb": 41_000, "watt": 640}
 PEER = {"name": "nanogpt beside GPT", "state": MEASURED, "value": 400_000.0, "unit": "tokens/s", "beside": GPT["name"]}
 TESTS = {"name": "tests fsdp", "state": FAILED, "reason": "test_mode: assert 1 | 2", "by_test": {}}
 TESTS |= {"counts": {"passed": 3, "failed": 1, "skipped": 2, "not ended": 0}}
@@ -231,8 +242,8 @@ def test_table(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     assert "27 November 2026; 1 x NVIDIA H100 80GB HBM3; driver 580.159, CUDA 13.0; 16 cores, Python 3.12.3" in text
-    assert "| fsdp GPT 124M bf16 --compile | 430,000 (425,000 to 431,000) tokens/s | 37.2% |" in text
-    assert "| nanogpt beside GPT | 400,000 tokens/s |  | 1.07 |" in text
+    assert "| fsdp GPT 124M bf16 --compile | 64 | 430,000 (425,000 to 431,000) tokens/s | 37.2% |" in text
+    assert "| nanogpt beside GPT |  | 400,000 tokens/s |  | 1.07 |" in text
     assert "| fsdp | 3 | 1 | 2 | test_mode: assert 1 / 2 |" in text
     assert "* NCCL all-reduce: there is one GPU\n* lora: the run was ended before it\n" in text
     gpu_table.fill([folder], page)
