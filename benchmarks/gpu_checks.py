@@ -268,18 +268,18 @@ def run_script(bench: Bench, figure: Figure, script: Any, limit: float) -> Row:
     name = f"script-{script.name}"
     folder = bench.work / "runs" / name
     row: Row = {"name": f"{script.name} beside {figure.name}", "beside": figure.name, "unit": script.unit}
+    row["batch"] = bench.batch(figure)
     try:
         command = script.prepare(bench.sources, folder, script_sizes(bench, figure))
         with Monitor() as monitor:
-            begins = time.monotonic()
             done = gpu_steps.run(command, folder, bench.out / f"{name}.log", limit, bench.variables)
-            ends = time.monotonic()
         row |= {"command": " ".join(command)}
         if done.status and not done.over:
             return row | {"state": FAILED, "reason": done.why()}
         row |= {"state": MEASURED, "value": script.speed(done.text)}
         row["remark"] = f"ended at its limit, {done.over:.0f} s" if done.over else ""
-        return row | monitor.medians((begins + ends) / 2, ends)
+        clocks = [moment for moment, line in done.lines if "clock: " in line]
+        return row | monitor.medians(clocks[1], clocks[-1])
     except CannotRun as error:
         return row | {"state": FAILED, "reason": str(error)}
     finally:
@@ -331,7 +331,7 @@ GOALS = {  # of a figure: what it is to reach on an H100 or H200
     "vision ResNet-50 memory bf16": ("value", 2500),
     "vision ResNet-50 JPEG bf16": ("value", 2250),
 }
-STEPS = 13  # of a run that is profiled: measured_train.py takes the middle ones
+STEPS = 19  # of a run that is profiled: measured_train.py takes the middle ones
 
 
 def profiles(bench: Bench) -> list[Step]:
@@ -375,4 +375,7 @@ def profile(bench: Bench, figure: Figure, limit: float) -> Row:
         raise RuntimeError("the profiler has recorded no kernel")
     for kernel in found["kernels"]:
         say(f"  {kernel['ms']:8.3f} ms {kernel['share']:6.1%} {kernel['count']:6.1f}x {kernel['name'][:90]}")
+    for name in ("operators", "python"):
+        for one in found[name][: {"operators": 8, "python": 30}[name]]:
+            say(f"  {name:9} {one['ms']:8.3f} ms {one['own_ms']:8.3f} own {one['count']:6.1f}x {one['name'][:80]}")
     return {"name": f"profile of {figure.name}", "state": MEASURED, "command": " ".join(command), **found}

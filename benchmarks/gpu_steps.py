@@ -114,19 +114,8 @@ def shown(row: Row) -> str:
     """Return a row as one line of the log."""
     if row["state"] != MEASURED:
         return f"{row['name']}: {row['state']}: {row['reason']}"
-    hidden = (
-        "step",
-        "name",
-        "state",
-        "command",
-        "kernels",
-        "wall_seconds",
-        "unit",
-        "value",
-        "by_test",
-        "skips",
-        "beside",
-    )
+    hidden = {"step", "name", "state", "command", "wall_seconds", "unit", "value", "beside"}
+    hidden |= {"by_test", "skips", "kernels", "python", "operators"}
     value = f"{row['value']:,.0f} {row['unit']}" if "value" in row else ""
     rest = []
     for name, found in row.items():
@@ -200,11 +189,13 @@ def run(
             preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
         )
 
+        begins = time.monotonic()
+
         def read() -> None:
             with process.stdout as stdout:
                 for line in stdout:
                     lines.append((time.monotonic(), line))
-                    file.write(line)
+                    file.write(f"{lines[-1][0] - begins:6.1f} {line}")
                     file.flush()
 
         reader = threading.Thread(target=read, daemon=True)

@@ -116,6 +116,7 @@ def table_of_figures(rows: Sequence[Row]) -> str:
         cells.append(
             {
                 "figure": row["name"],
+                "batch": str(row.get("batch", "")),
                 "median": f"{number(row['value'])}{spread} {row['unit']}",
                 "of the peak": f"{row['peak_share']:.1%}" if "peak_share" in row else "",
                 "ours / this": ratio,

@@ -2,11 +2,14 @@
 
 BATCHES_IN_MEMORY=4 has torchrun_vision read so many batches once, and train with them again and again, so that no
 loader is part of what is measured. PROFILE=FILE has a few steps of the first epoch profiled, and writes which kernels
-took how long, and how long there was none. All else is train.py's own.
+took how long, and how long there was none; then a few more, of which it writes what Python's time went to in the main
+thread (the backward pass has a thread of its own). All else is train.py's own.
 """
 
+import cProfile
 import json
 import os
+import pstats
 
 import torch
 
@@ -51,6 +54,7 @@ def profile_steps(path):
         activities.append(torch.profiler.ProfilerActivity.CUDA)
 
     def steps(loader, profiler):
+        python = cProfile.Profile()
         for number, batch in enumerate(loader):
             if number == FIRST:
                 profiler.start()
@@ -58,8 +62,12 @@ def profile_steps(path):
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
                 profiler.stop()
+            if number == FIRST + COUNT + 1:
+                python.enable()
+            if number == FIRST + 2 * COUNT + 1:
+                python.disable()
                 if os.environ["RANK"] == "0":
-                    write(profiler, path)
+                    write(profiler, python, path)
             yield batch
 
     def replacement(args, model, loader, *others):
@@ -69,7 +77,7 @@ def profile_steps(path):
     train.train_one_epoch = replacement
 
 
-def write(profiler, path):
+def write(profiler, python, path):
     """Write the most expensive kernels (on the CPU: operators), and the share of the time in which there was none."""
     on_gpu = torch.cuda.is_available()
     cuda = torch.autograd.DeviceType.CUDA
@@ -91,8 +99,22 @@ def write(profiler, path):
         {"name": name[:160], "ms": total / COUNT / 1e3, "share": total / everything, "count": count / COUNT}
         for name, (total, count) in largest
     ]
+    found["operators"] = [
+        entry(event.key, event.cpu_time_total / 1e3, event.self_cpu_time_total / 1e3, event.count)
+        for event in sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)[:25]
+    ]
+    functions = sorted(pstats.Stats(python).stats.items(), key=lambda item: -item[1][3])[:60]
+    found["python"] = [
+        entry(f"{file.rpartition('/')[2]}:{line} {name}", cumulative * 1e3, own * 1e3, count)
+        for (file, line, name), (_, count, own, cumulative, _) in functions
+    ]
     with open(path, "w") as file:
         json.dump(found, file, indent=1)
+
+
+def entry(name, milliseconds, own, count):
+    """Return a line of a profile, for one step."""
+    return {"name": name[:160], "ms": milliseconds / COUNT, "own_ms": own / COUNT, "count": count / COUNT}
 
 
 def covered(spans):

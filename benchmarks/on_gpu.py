@@ -26,6 +26,7 @@ import argparse
 import dataclasses
 import functools
 import os
+import re
 import shutil
 import signal
 import sys
@@ -53,6 +54,9 @@ def read_args() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9, help="for all steps together")
     parser.add_argument("--seconds", type=float, default=5, help="of an epoch; three epochs count")
     parser.add_argument("--only", nargs="+", metavar="STEP", default=[], help="steps, or groups of them: see --list")
+    parser.add_argument(
+        "--in-order", action="store_true", help="run the steps as --only names them, not by their worth"
+    )
     parser.add_argument("--without", nargs="+", metavar="STEP", default=[], help="steps, or groups of them")
     parser.add_argument("--tiny", action="store_true", help="small sizes, which also a CPU trains in minutes")
     parser.add_argument("--at-once", type=int, metavar="N", help="steps side by side (default: 1, with --tiny 2)")
@@ -67,6 +71,11 @@ def read_args() -> argparse.Namespace:
         folder = getattr(args, name)
         if folder and not folder.is_dir():
             parser.error(f"--{name} {folder}: there is no such folder")
+    here = f"3{sys.version_info.minor}"
+    for wheel in sorted(args.wheels.glob("*.whl")) if args.wheels else ():
+        named = re.search(r"-(?:cp|py)(3\d+)-(?:cp\d+|none)-", wheel.name)
+        if named and named[1] != here:
+            parser.error(f"--wheels: {wheel.name} is for another Python than this {sys.version.split()[0]}")
     if not (args.out or args.list or args.fill):
         parser.error("--out FOLDER is missing: it says where the results go")
     if args.out and (args.out / "results.json").exists():
@@ -128,6 +137,9 @@ def chosen(plan: Sequence[Step], args: argparse.Namespace) -> list[Step]:
         args.error(f"there is no step {' and no '.join(sorted(unknown))}: see --list")
     kept = [step for step in plan if not args.only or {step.name, step.group} & {*args.only, *FIRST}]
     kept = [step for step in kept if not {step.name, step.group} & set(args.without)]
+    if args.in_order:
+        order = [*FIRST, *args.only]
+        kept.sort(key=lambda step: min(order.index(name) for name in (step.name, step.group) if name in order))
     if args.tiny:  # a busy machine is no fault here
         kept = [dataclasses.replace(step, limit=4 * step.limit, needs=0) for step in kept]
     return [step for step in kept if step.name != "prepare" or needed_groups(kept)]

@@ -100,6 +100,23 @@ def test_plan() -> None:
         assert sorted(beside) == sorted(f"script-{script.name}" for script in gpu_peers.SCRIPTS)
 
 
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ("--only preflight tests", ["sanity", "tests", "preflight"]),
+        ("--only preflight tests --in-order", ["sanity", "preflight", "tests"]),
+        ("--only profile-vision tests", ["sanity", "prepare", "tests", "profile-vision"]),
+        ("--only tests profile --without profile-vision", ["sanity", "tests", "profile-fsdp"]),
+        ("--only profile tests --without profile-vision --in-order", ["sanity", "profile-fsdp", "tests"]),
+    ],
+)
+def test_chosen(words: str, steps: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--only and --without name steps or groups; what all need comes first, and data only where a step reads them."""
+    monkeypatch.setattr(sys, "argv", ["on_gpu.py", "--out", str(tmp_path / "new"), *words.split()])
+    plan = on_gpu.chosen(on_gpu.make_plan(bench(tmp_path)), on_gpu.read_args())
+    assert [step.name for step in plan] == steps
+
+
 def test_words_are_flags(tmp_path: Path) -> None:
     """Each flag of a figure is one of its train.py, or is among those that an older one lacks, and then is named."""
     for figure in gpu_figures.FIGURES:
@@ -133,11 +150,22 @@ def test_steps_of_an_epoch(tmp_path: Path) -> None:
     """An epoch takes about as long on another card, and has no step too few; the tokens suffice for it."""
     figure = gpu_figures.FIGURES[0]
     h100, a100 = bench(tmp_path), bench(tmp_path, peak=312)
-    assert h100.steps(figure) == round(400_000 * 5 / (32 * 1024))
-    assert a100.steps(figure) == round(400_000 * 5 * 312 / 989.4 / (32 * 1024))
+    assert h100.steps(figure) == round(480_000 * 5 / (64 * 1024))
+    assert a100.steps(figure) == round(480_000 * 5 * 312 / 989.4 / (64 * 1024))
     tokens = h100.data(figure)["tokens"]
     training = tokens - max(tokens // 10, 1024 + 1)  # as fsdp's load_data does
-    assert (training - 1) // 1024 // 32 == h100.steps(figure)
+    assert (training - 1) // 1024 // 64 == h100.steps(figure)
+
+
+def test_another_batch(tmp_path: Path) -> None:
+    """A figure may have a batch of its own, which the command and the public script beside it get; --tiny has none."""
+    compiled = gpu_figures.FIGURES[0]
+    plain = next(figure for figure in gpu_figures.FIGURES if figure.name == "fsdp GPT 124M bf16")
+    found = [bench(tmp_path).command(figure) for figure in (compiled, plain)]
+    found.append(bench(tmp_path, tiny=True, sizes=gpu_figures.TINY).command(compiled))
+    assert [words[words.index("--batch-size") + 1] for words in found] == ["64", "32", "2"]
+    if find_spec("benchmarks.gpu_peers"):
+        assert gpu_checks.script_sizes(bench(tmp_path), compiled).batch == 64
 
 
 def test_flops() -> None:
@@ -190,7 +218,7 @@ def test_power_of_the_training_part() -> None:
 ABOUT = {"gpus": 1, "card": "NVIDIA H100 80GB HBM3", "driver": "580.159", "cuda": "13.0", "cores": 16}
 ABOUT |= {"python": "3.12.3", "versions": {"torch": "2.11.0"}, "started": 1_795_750_000, "matmul_tflops": 790}
 GPT = {"name": "fsdp GPT 124M bf16 --compile", "state": MEASURED, "value": 430_000.0, "unit": "tokens/s"}
-GPT |= {"values": [425_000.0, 430_000.0, 431_000.0], "peak_share": 0.372, "torch_mb": 41_000, "watt": 640}
+GPT |= {"values": [425_000.0, 430_000.0, 431_000.0], "batch": 64, "peak_share": 0.372, "torch_mb": 41_000, "watt": 640}
 PEER = {"name": "nanogpt beside GPT", "state": MEASURED, "value": 400_000.0, "unit": "tokens/s", "beside": GPT["name"]}
 TESTS = {"name": "tests fsdp", "state": FAILED, "reason": "test_mode: assert 1 | 2", "by_test": {}}
 TESTS |= {"counts": {"passed": 3, "failed": 1, "skipped": 2, "not ended": 0}}
@@ -214,8 +242,8 @@ def test_table(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     assert "27 November 2026; 1 x NVIDIA H100 80GB HBM3; driver 580.159, CUDA 13.0; 16 cores, Python 3.12.3" in text
-    assert "| fsdp GPT 124M bf16 --compile | 430,000 (425,000 to 431,000) tokens/s | 37.2% |" in text
-    assert "| nanogpt beside GPT | 400,000 tokens/s |  | 1.07 |" in text
+    assert "| fsdp GPT 124M bf16 --compile | 64 | 430,000 (425,000 to 431,000) tokens/s | 37.2% |" in text
+    assert "| nanogpt beside GPT |  | 400,000 tokens/s |  | 1.07 |" in text
     assert "| fsdp | 3 | 1 | 2 | test_mode: assert 1 / 2 |" in text
     assert "* NCCL all-reduce: there is one GPU\n* lora: the run was ended before it\n" in text
     gpu_table.fill([folder], page)
@@ -250,6 +278,8 @@ REFUSED = {
     "--out results --sources nowhere": "--sources nowhere: there is no such folder",
     "--out results --wheels nowhere": "--wheels nowhere: there is no such folder",
     "--out results --only fspd": "there is no step fspd: see --list",
+    "--out results --wheels old": "--wheels: dill-0.4.1-py39-none-any.whl is for another Python than this 3.",
+    "--out results --wheels other": "--wheels: x-1-cp39-cp39-manylinux_2_17_x86_64.whl is for another Python",
     "--out done": "--out done has results of an earlier run: give another folder",
 }
 
@@ -258,6 +288,10 @@ REFUSED = {
 def test_refuses(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Arguments that cannot be right get one line, before anything is run."""
     monkeypatch.chdir(tmp_path)
+    for folder, name in (("old", "dill-0.4.1-py39-none-any"), ("other", "x-1-cp39-cp39-manylinux_2_17_x86_64")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{name}.whl").touch()
+        (tmp_path / folder / "a-1-py3-none-any.whl").touch()
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "results.json").write_text("{}")
     monkeypatch.setattr(sys, "argv", ["on_gpu.py", *words.split()])
@@ -274,17 +308,32 @@ def test_files_are_pinned() -> None:
     assert f"deepspeed=={on_gpu_files.version_of('deepspeed')}" in pinned
 
 
+FILES_REFUSED = {
+    "--out .": "--out . is there already: remove it",
+    "--out new --python 3": "--python 3: give it as 3.12",
+    "--out new --torch 2.5": "--torch 2.5: on_gpu.py takes 2.6 to 2.15",
+    "--out new --torch 2.16.1": "--torch 2.16.1: on_gpu.py takes",
+    "--out new --torch nightly": "--torch nightly: on_gpu.py takes",
+    "--out new --packages fire": "argument --packages: invalid choice: 'fire'",
+}
+
+
+@pytest.mark.parametrize("words", FILES_REFUSED)
+def test_files_refuse(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """What cannot be right is refused before anything is downloaded."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(on_gpu_files, "pip", lambda *words: pytest.fail("pip was called"))
+    monkeypatch.setattr(sys, "argv", ["on_gpu_files.py", *words.split()])
+    with pytest.raises(SystemExit) as refused:
+        on_gpu_files.main()
+    assert refused.value.code == 2 and FILES_REFUSED[words] in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 # What a machine without a GPU lacks, by the reasons of the rows that are left out there.
 NO_GPU = {"power": "there is no nvidia-smi", "two GPUs": "there is no GPU", "NCCL all-reduce": "there is no GPU"}
-
-
-def start(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    """Start the script with small sizes, in a session of its own."""
-    command = [sys.executable, "-m", "benchmarks.on_gpu", "--out", folder, "--tiny", *words]
-    environment = os.environ | variables
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True
-    )
 
 
 def sources() -> list[str]:
@@ -310,7 +359,7 @@ def unfilled(folder: Path) -> dict[str, str]:
 def test_tiny(tmp_path: Path) -> None:
     """On the CPU every row is filled but for those that need a GPU, by name, in four minutes on two idle cores."""
     words = [sys.executable, "-m", "benchmarks.on_gpu", "--out", tmp_path / "out", "--tiny", *sources()]
-    done = finish(words, 1100, cwd=ROOT)
+    done = finish([*words, "--minutes", "17"], 1100, cwd=ROOT)
     left = unfilled(tmp_path / "out")
     assert all(left.pop(name).startswith(reason) for name, reason in NO_GPU.items()) and not left, left
     assert done.returncode == 0, done.stdout
@@ -323,39 +372,42 @@ def test_tiny(tmp_path: Path) -> None:
 def test_killed(number: signal.Signals, tmp_path: Path) -> None:
     """Killed in the middle, what was measured is on disk, whole; asked to end, it ends what runs and writes a table."""
     out = tmp_path / "out"
-    only = ["--only", "small", "preflight", "--at-once", "1", "--work", str(tmp_path)]
-    run = start(out, *only)
-    try:
-        path = out / "results.json"
-        wait_until(lambda: path.exists() and "ConvNet" in str(json.loads(path.read_text())["rows"]), 400, "a figure")
-        wait_until(lambda: len(list(out.glob("*ConvNet*.log"))) > 1, 100, "the next figure")
-        (run.send_signal if number == signal.SIGTERM else run.kill)(*[number] * (number == signal.SIGTERM))
-        run.wait(60)
-    finally:
-        with_marker = [pid for pid in marked() if str(tmp_path) in environment_of(pid)]
-        for pid in with_marker:
-            os.kill(pid, signal.SIGKILL)
-        run.kill()
+    path, words = out / "results.json", ["--only", "small", "preflight", "--at-once", "1", "--work", tmp_path]
+    command = [sys.executable, "-m", "benchmarks.on_gpu", "--out", out, "--tiny", *words]
+    # With TMPDIR each of its processes names tmp_path in its environment, by which those that are left are found.
+    options = {"cwd": ROOT, "env": os.environ | {"TMPDIR": str(tmp_path)}, "stdout": subprocess.DEVNULL}
+    with subprocess.Popen(command, **options) as run:
+        try:
+            wait_until(lambda: path.exists() and "ddp_spawn ConvNet" in path.read_text(), 60, "the plan")
+            wait_until(lambda: '"name": "ddp_spawn ConvNet bf16"' in path.read_text(), 400, "a figure")
+            wait_until(lambda: len(list(out.glob("*ConvNet*.log"))) > 1, 100, "the next figure")
+            run.send_signal(number)
+            run.wait(60)
+        finally:
+            run.kill()
+            left = marked(tmp_path)
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
     about, rows = gpu_table.load([out])
     found = {row["name"]: row for row in rows}
     assert found["sanity"]["state"] == found["ddp_spawn ConvNet bf16"]["state"] == MEASURED
     assert found["preflight"]["reason"] == "the run was ended before it"
     if number == signal.SIGTERM:
-        assert run.returncode == 128 + number and not with_marker
+        assert run.returncode == 128 + number and not left
         assert "the run was ended before it" in (out / "table.md").read_text()
 
 
-def marked() -> list[int]:
-    """Return the ids of all processes that belong to a step."""
-    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if gpu_steps.MARKER in environment_of(path.name)]
-
-
-def environment_of(pid: object) -> str:
-    """Return the environment of a process as text, or nothing."""
-    try:
-        return Path(f"/proc/{pid}/environ").read_text(errors="replace")
-    except OSError:
-        return ""
+def marked(folder: Path) -> list[int]:
+    """Return the ids of all processes that belong to a step, and to a run with this temporary folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (path / "environ").read_text(errors="replace")
+        except OSError:  # it has ended, or is not ours
+            continue
+        if gpu_steps.MARKER in text and str(folder) in text:
+            found.append(int(path.name))
+    return found
 
 
 @pytest.mark.runs("weekly")
