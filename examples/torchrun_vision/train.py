@@ -84,7 +84,6 @@ def setup(args):
     torch.set_num_threads(max(1, cores - args.workers))  # more threads than cores are slower
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True  # images of one size: tries which kernels are fastest, once
         torch.set_float32_matmul_precision("high")  # TF32: faster matrix products in fp32, since the A100
     plumbing.check_gpu(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # ddp: Gloo for tensors on the CPU
