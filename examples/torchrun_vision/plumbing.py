@@ -155,6 +155,7 @@ def prepare_process(args):
 
 def end_with_loader_workers():
     """Have an exception end this process, too, and its loader workers use one folder in /tmp, which end() removes."""
+    multiprocessing.set_start_method("fork", force=True)  # workers have the open tars; from Python 3.14 on another one
     atexit.register(end, 1)  # else the interpreter would wait for the workers, which ignore SIGTERM
     get_temp_dir()  # makes the folder, for their sockets
 
