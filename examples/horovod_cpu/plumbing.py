@@ -134,6 +134,7 @@ def prepare_process(args):
     keep_memory()
     keep_printing()
     hangs.listen()
+    hangs.watch_start(args)
     check_environment()
     explain_errors()
     restart_watchdog(args)
