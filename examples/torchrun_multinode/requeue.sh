@@ -14,7 +14,8 @@ claim_folder() {                 # refuse $output if another job that had this j
     [[ "${SLURM_RESTART_COUNT:-0}" -gt 0 && ! -e "$started.refused" || "${KEPT_CODE:-}" || "$own" == "$noted" ]] ||
         same=""
     [[ "${noted:-$own}" == "${own%% *} "* || "${OUTPUT_DIR:-}" ]] || same=""  # the other cluster of two
-    if [[ ! "$same" && ! "${OUTPUT_DIR:-}" ]] && [[ -e "$started" || -e "$output/.lock" ]]; then
+    others="$(find "$output/" -maxdepth 1 \( -name "started*" -o -name .lock \) 2>/dev/null)" || true
+    if [[ ! "$same" && ! "${OUTPUT_DIR:-}" && "$others" ]]; then
         [[ "${noted:-$own}" != "${own%% *} "* ]] || touch "$started.refused"  # also after `scontrol requeue`
         fail "$output is of another run with the id $job: move it away, or go on: OUTPUT_DIR=$output sbatch run.slurm"
     fi

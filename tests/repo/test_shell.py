@@ -196,12 +196,15 @@ def files_in(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".refused"}
 
 
-@pytest.mark.parametrize("left", ["another job's", "a run's without SLURM"])
+@pytest.mark.parametrize("left", ["another job's", "a run's without SLURM", "a copy of another folder"])
 def test_refused_and_requeued(tmp_path: Path, left: str) -> None:
     """A job that was refused for its id is refused again after `scontrol requeue`, until the folder is moved away."""
     touch(tmp_path, "train.py")
     if left == "another job's":
         assert job(tmp_path).returncode == 0
+    elif left == "a copy of another folder":
+        assert job(tmp_path, SLURM_JOB_ID="6").returncode == 0
+        (tmp_path / "output/6").rename(tmp_path / "output/7")
     else:
         touch(tmp_path, "output/7/.lock", "output/7/checkpoint.pt")
     before, later = files_in(tmp_path / "output"), "2026-12-24T1{}:00:00"
