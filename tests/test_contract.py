@@ -187,10 +187,9 @@ def test_killed_and_resumed(example: str, folder: Path, reference: Reference) ->
         assert noted.exists() != horovod and (horovod or set(noted.read_text().split()) == {"300.0"})
     imports = set(re.findall(r"\| +([\w.]+)$", run.stderr, re.MULTILINE))
     assert imports & {"torch.distributed", "tensorflow.python"}, "the list of imports is missing"
-    assert ("torchvision" in imports, "torch" in imports) == (
-        LAUNCHERS[example].torchvision,
-        LAUNCHERS[example].pytorch,
-    )
+    assert ("torch" in imports) == LAUNCHERS[example].pytorch
+    if "transformers" not in imports:  # which imports it where it is installed, as no requirement of ours
+        assert ("torchvision" in imports) == LAUNCHERS[example].torchvision
 
 
 @pytest.mark.only("fsdp", "lora", "torchrun_vision")

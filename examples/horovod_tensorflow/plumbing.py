@@ -129,6 +129,7 @@ def prepare_process(args):
     keep_memory()
     keep_printing()
     hangs.listen()
+    hangs.watch_start(args)
     check_environment()
     explain_errors()
     restart_watchdog(args)
@@ -405,7 +406,7 @@ def print_header(args, what, progress):
     where = f"{args.world_size} processes on {len(ranks)} node{'s' * (len(ranks) > 1)}"
     threads = f"{args.threads} thread{'s' * (args.threads > 1)} each"
     print(f"{what}: {where}, {args.backend} on cpu, {threads}, global batch {args.global_batch}")
-    if said := checks.summary():
+    for said in filter(None, (checks.summary(), checks.long_warmup(args))):
         print(said)
     if len(ranks) > 1:
         print("ranks:", "; ".join(f"{host} {', '.join(map(str, numbers))}" for host, numbers in ranks.items()))

@@ -295,6 +295,16 @@ def for_run_json():
     return {"data": data, "model": facts.get("model")}
 
 
+def long_warmup(args):
+    """Return one line that says that the learning rate never reaches --lr, or nothing where it does."""
+    warmup = 0 if getattr(args, "has_scheduler", False) else getattr(args, "warmup_steps", 0)  # predict.py has none
+    steps = args.epochs * args.steps_per_epoch if warmup else 0
+    if warmup <= steps:
+        return ""
+    wrong = f"--warmup-steps {warmup} is above the {steps} steps of this run"
+    return f"{wrong}: its learning rate rises to {100 * steps / (warmup + 1):.3g}% of what was asked for"
+
+
 def summary():
     """Return one line that says what data and model are, or nothing where no run trains."""
     if "data" not in facts:

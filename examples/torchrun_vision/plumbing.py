@@ -143,6 +143,7 @@ def keep_printing():
 def prepare_process(args):
     """Make this process end when its launcher does, print lines immediately, and set up Gloo."""
     hangs.listen()
+    hangs.watch_start(args)
     explain_errors()
     keep_memory()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its launcher
@@ -156,6 +157,7 @@ def prepare_process(args):
 
 def end_with_loader_workers():
     """Have an exception end this process, too, and its loader workers use one folder in /tmp, which end() removes."""
+    multiprocessing.set_start_method("fork", force=True)  # workers have the open tars; from Python 3.14 on another one
     atexit.register(end, 1)  # else the interpreter would wait for the workers, which ignore SIGTERM
     get_temp_dir()  # makes the folder, for their sockets
 
@@ -581,7 +583,7 @@ def print_header(args, what, device, progress):
     backend = getattr(args, "backend", "nccl" if device.type == "cuda" else "gloo")
     where = f"{args.world_size} processes on {nodes} node{'s' * (nodes > 1)}, {backend} on {device.type}"
     print(f"{what}: {where}, {threads} thread{'s' * (threads > 1)} each, global batch {args.global_batch}")
-    if said := checks.summary():
+    for said in filter(None, (checks.summary(), checks.long_warmup(args))):
         print(said)
     if nodes > 1:
         print("ranks:", "; ".join(f"{host} {', '.join(map(str, numbers))}" for host, numbers in ranks.items()))

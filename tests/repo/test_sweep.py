@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +36,9 @@ while ((epoch < 3)); do
     while [[ "$hold" && ! -e "$hold" ]]; do sleep 0.1; done
 done
 """
+# A process that gives itself a name.
+SLEEPS = "import ctypes, sys, time; name = bytes.fromhex(sys.argv[1]); ctypes.CDLL(None).prctl(15, name); "
+SLEEPS += "print(flush=True); time.sleep(600)"
 # What sweep.slurm puts before the command scontrol.
 FUNCTION = (ROOT / "sweep" / "sweep.slurm").read_text().split("\nscontrol()")[1].splitlines()[0]
 
@@ -168,6 +172,56 @@ def test_other_settings(tmp_path: Path, start: Callable[..., subprocess.Popen]) 
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     refused = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert refused.returncode == 2 and "needs an allocation: sbatch sweep.slurm" in refused.stderr
+
+
+# Programs in the place of a trial's run.slurm, which has a child, as srun is one; whether the child is then killed, and
+# whether the group of processes is.
+STUBBORN = {
+    "it ends when it is asked": ("trap 'kill $!; exit 0' USR1; sleep 600 & echo; wait", False, False),
+    "its child ends at SIGTERM": ("trap '' USR1; sleep 600 & echo; wait", True, False),
+    "its child ignores SIGTERM": ("trap '' USR1 TERM; sleep 600 & echo; wait", True, False),
+    "it goes on without its child": ("trap '' USR1; echo; sleep 600; while :; do sleep 0.1; done", True, True),
+    "it has no child": ("trap '' USR1; echo; exec sleep 600", False, True),
+}
+
+
+@pytest.mark.parametrize("case", STUBBORN)
+def test_stopped(sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """A run ends, whatever it ignores; its group is killed only while the run itself is one of it, and only once.
+
+    The number of a run that has ended may be that of another process of the same user, whose group would be killed.
+    """
+    script, child, group = STUBBORN[case]
+    for name, value in {"SAVES": 1, "ENDS": 0.3, "INSISTS": 0.5}.items():
+        monkeypatch.setattr(sweep, name, value)
+    killed: list[int] = []
+    sweep_os = Namespace(kill=os.kill, killpg=lambda number, _: killed.append(number) or run.kill())
+    monkeypatch.setattr(sweep, "os", sweep_os)
+    with subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True) as run:
+        try:
+            run.stdout.readline()
+            if child:
+                wait_until(lambda: sweep.children(run.pid), 60, "its child")
+            children = sweep.children(run.pid)
+            sweep.Task.stop(None, run, tmp_path / "mark")
+            assert run.returncode is not None and killed == [run.pid] * group
+            assert not child or not [number for number in children if Path(f"/proc/{number}").exists()]
+        finally:
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name", [b"\xc3\xa9" * 7 + b"\xc3", b"\xff) R 1 (", b") Z 7 7\n", b"", b"\xf0\x9f\x98"])
+def test_children_beside_odd_names(sweep: ModuleType, tmp_path: Path, name: bytes) -> None:
+    """A process of anybody may have any name, of which the kernel keeps 15 bytes: children are found all the same."""
+    words = [sys.executable, "-c", SLEEPS, name.hex()]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as odd:
+        odd.stdout.readline()
+        try:
+            assert Path(f"/proc/{odd.pid}/comm").read_bytes() == name[:15] + b"\n"
+            assert odd.pid in sweep.children(os.getpid())
+        finally:
+            odd.kill()
 
 
 SETTINGS = {"space": {"lr": ["log", 1e-4, 1e-1]}, "metric": "test_loss", "maximize": False, "arguments": []}
