@@ -115,7 +115,8 @@ def shown(row: Row) -> str:
     if row["state"] != MEASURED:
         return f"{row['name']}: {row['state']}: {row['reason']}"
     hidden = {"step", "name", "state", "command", "wall_seconds", "unit", "value", "beside"}
-    hidden |= {"by_test", "skips", "kernels", "python", "operators"}
+    hidden |= {"by_test", "skips"}
+    hidden |= {name for name, found in row.items() if isinstance(found, list) and isinstance((found or [0])[0], dict)}
     value = f"{row['value']:,.0f} {row['unit']}" if "value" in row else ""
     rest = []
     for name, found in row.items():
