@@ -59,7 +59,7 @@ class Launcher:
     epoch_start: str = "    start = time.perf_counter()\n"  # the line of train.py where an epoch begins
     torchvision: bool = False  # whether its framework imports it, asked for or not; transformers does where it is there
     global_batch: int = 128  # with two processes
-    lines: int = 226  # that train.py has at most
+    lines: int = 223  # that train.py has at most
     alone: str = "train.main(train.parse_args())"  # what one process calls to train without a launcher
     prepare: str = ""  # the README's command that makes the data, if they are not in the folder
     model: str = "model.pt"  # the trained model, in the output folder
@@ -199,6 +199,7 @@ LAUNCHERS = {
     ),
     "torchrun_multinode": Launcher(
         "torchrun --standalone --nproc-per-node={n} train.py",
+        lines=226,
         status_after_bad_input=1,
         processes_in_job=4,
         meets="in a store on the first node",
