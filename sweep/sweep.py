@@ -30,7 +30,6 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 NAME = "sweep"  # of the study in the journal
 CREATE = 4  # what a line of the journal says that begins a trial
 EVERY = 1.0  # seconds between two looks at metrics.csv
-SAVES = 90  # seconds that a run gets to save and end after the signal; --signal in sweep.slurm is longer
 ENDS, INSISTS = 10, 30  # seconds that it then gets to end by itself, and after SIGTERM and SIGKILL to its children
 SETTLES = 3  # seconds after a failure in which SLURM may say that it has ended the whole task
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -286,14 +285,17 @@ class Task:
         self.asked = True
 
     def stop(self, run: subprocess.Popen, mark: Path) -> None:
-        """Stop a run as SLURM does near the time limit: it saves, and ends or says that it may be ended."""
-        deadline = time.monotonic() + SAVES
+        """Stop a run as SLURM does near the time limit: it saves, and ends or says that it may be ended.
+
+        If SLURM has asked, that is 20 s before this task's end at the latest. A bad trial need not save once more.
+        """
         if run.poll() is None:
             run.send_signal(signal.SIGUSR1)
-        while run.poll() is None and not mark.exists() and time.monotonic() < deadline:
+        while self.asked and run.poll() is None and not mark.exists():
             time.sleep(0.1)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            run.wait(ENDS)  # what stops at a step ends by itself; other examples stop after an epoch, and go on here
+            # What stops at a step ends by itself; other examples go on here, to the end of an epoch.
+            run.wait(2 if mark.exists() else ENDS)
         for number in (signal.SIGTERM, signal.SIGKILL):
             if run.poll() is None:
                 for child in children(run.pid):  # srun, which ends its step; run.slurm then ends as well

@@ -7,10 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -192,7 +195,7 @@ def test_stopped(sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     The number of a run that has ended may be that of another process of the same user, whose group would be killed.
     """
     script, child, group = STUBBORN[case]
-    for name, value in {"SAVES": 1, "ENDS": 0.3, "INSISTS": 0.5}.items():
+    for name, value in {"ENDS": 0.3, "INSISTS": 0.5}.items():
         monkeypatch.setattr(sweep, name, value)
     killed: list[int] = []
     sweep_os = Namespace(kill=os.kill, killpg=lambda number, _: killed.append(number) or run.kill())
@@ -203,7 +206,7 @@ def test_stopped(sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             if child:
                 wait_until(lambda: sweep.children(run.pid), 60, "its child")
             children = sweep.children(run.pid)
-            sweep.Task.stop(None, run, tmp_path / "mark")
+            sweep.Task.stop(Namespace(asked=False), run, tmp_path / "mark")
             assert run.returncode is not None and killed == [run.pid] * group
             assert not child or not [number for number in children if Path(f"/proc/{number}").exists()]
         finally:
@@ -231,6 +234,32 @@ SETTINGS = {"space": {"lr": ["log", 1e-4, 1e-1]}, "metric": "test_loss", "maximi
 def sweep() -> ModuleType:
     """The module of sweep.py."""
     return outputs.import_file(SWEEP)
+
+
+# In the place of an example that saves after an epoch: near the time limit it waits for that, and goes on.
+SLOW = r"""
+trap 'until [[ -e save ]] || ! kill -0 "$!"; do sleep 0.1; done 2>/dev/null; [[ ! -e save ]] || touch mark' USR1
+sleep 600 &
+touch ready
+wait "$!"
+wait "$!"
+"""
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["the time limit", "a bad trial"])
+def test_saves_late(sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+    """Near the time limit a save is waited for, however late it comes; nothing is waited for to end a bad trial."""
+    clock = SimpleNamespace(monotonic=count(0, 1000).__next__, sleep=time.sleep)  # each look at it is much later
+    if asked:
+        monkeypatch.setattr(sweep, "time", clock)
+    mark, save = tmp_path / "mark", threading.Timer(13, (tmp_path / "save").touch)
+    began = time.monotonic()
+    with subprocess.Popen(["bash", "-c", SLOW], cwd=tmp_path, start_new_session=True) as run:
+        wait_until((tmp_path / "ready").exists, 60, "the beginning")
+        if asked:
+            save.start()
+        sweep.Task.stop(SimpleNamespace(asked=asked), run, mark)
+    assert mark.exists() == asked and time.monotonic() - began < 40
 
 
 @pytest.fixture
