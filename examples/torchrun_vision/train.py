@@ -95,7 +95,7 @@ def setup(args):
 def train_one_epoch(args, ddp_model, train_loader, parts, device, progress):
     """Train to the end of an epoch; return mean loss, samples, both over all processes, and seconds."""
     ddp_model.train()
-    torch.backends.cudnn.benchmark = True  # GPUs: tries once which kernels suit this batch best, for some seconds
+    torch.backends.cudnn.benchmark = True  # GPUs: tries for seconds what suits each shape of a batch; here there is one
     optimizer, scaler = parts["optimizer"], parts["scaler"]
     start = time.perf_counter() - progress["seconds"]
     sums = progress["sums"]  # loss, samples: a checkpoint within the epoch has them, too
@@ -158,7 +158,7 @@ def cosine(args, step):
 def evaluate(args, model, test_loader, device):
     """Return the mean test loss, and the top-1 and top-5 accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
-    torch.backends.cudnn.benchmark = False  # the last batch may be smaller: it would be tried for, too
+    torch.backends.cudnn.benchmark = False
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, correct, correct among the first 5, samples
     for images, labels in test_loader:
         images = images.to(device, non_blocking=True, memory_format=torch.channels_last)
