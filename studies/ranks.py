@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import resource
+import signal
 import socket
 import sys
 import tempfile
@@ -80,9 +81,16 @@ def measure(ranks: int, timeout: int) -> list[float]:
                     print(f"rank {rank}: {error!r}", file=sys.stderr, flush=True)
                 os._exit(1)  # finish() has not ended it
             processes.append(process)
-        failed = sum(os.waitpid(process, 0)[1] != 0 for process in processes)
+        failed = 0
+        while processes:
+            process, status = os.wait()
+            processes.remove(process)
+            if status != 0 and not failed:  # end the others, as launchers do: Gloo waits for each that is gone in turn
+                for other in processes:
+                    os.kill(other, signal.SIGKILL)
+            failed += status != 0
         if failed:
-            raise RuntimeError(f"{failed} of {ranks} ranks failed, see above")
+            raise RuntimeError("a rank failed, see above; the others were ended")
         first, *others = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
     most = {name: max(cost[name] for cost in others) for name in first}
     join, vote = (max(first[name], most[name]) for name in ("join", "vote"))
