@@ -44,6 +44,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import report
+from benchmarks.edits import CannotRun, edited
 from benchmarks.measure import BATCH, environment, machine, positive, read_metrics, speed
 from benchmarks.public_scripts import LORA, PEERS, WORKS, Peer, Work
 from harness.launchers import LAUNCHERS, ROOT, copy_example
@@ -57,10 +58,6 @@ status = subprocess.call(sys.argv[1:])
 print("peak:", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, "kB")
 sys.exit(status)"""
 Way = tuple[str, str]  # what is run, a public script or an example, and its precision
-
-
-class CannotRun(Exception):
-    """A script gives no figure; the message is one line that says why."""
 
 
 def git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -145,16 +142,6 @@ def write_samples(folder: Path, text: str) -> None:
             file.write(json.dumps({"input_ids": tokens[start : start + size], "attention_mask": [1] * size}) + "\n")
 
 
-def edited(text: str, edits: Sequence[tuple[int, str, str]]) -> str:
-    """Return a script's text after the edits; raise CannotRun if it is not the one that they were written for."""
-    for times, old, new in edits:
-        if text.count(old) != times:
-            where = f"{old.strip()!r} {text.count(old)} times, not {times}"
-            raise CannotRun(f"cannot run: the script is not the one that this edit was written for: it says {where}")
-        text = text.replace(old, new)
-    return text
-
-
 def last_words(stderr: str) -> str:
     """Return the line of stderr that says why a run failed: the last error, else the last line that has a word."""
     lines = [line.strip() for line in stderr.splitlines() if re.search(r"\w", line)]
@@ -196,9 +183,9 @@ def clocked(printed: str, args: argparse.Namespace) -> float:
 def run_peer(name: str, clone: Path, folder: Path, args: argparse.Namespace) -> tuple[float, float]:
     """Run a public script in a new folder beside `data`; return its samples/s and the MB of its largest process."""
     peer = PEERS[name]
-    for path, edits in peer.files.items():
+    for path, source in peer.files.items():
         text = git(clone, "show", f"{peer.commit}:{path}").stdout
-        (folder / Path(path).name).write_text(edited(text, edits))
+        (folder / Path(path).name).write_text(edited(path, text, source))
     # As ours do, the script takes the loopback interface, which works with any host name.
     command = ["env", "GLOO_SOCKET_IFNAME=lo", *peer.command.format(n=args.processes, epochs=args.epochs).split()]
     printed, memory = run(name, command, folder, args, peer.ours[0])

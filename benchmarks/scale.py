@@ -50,6 +50,7 @@ class Cluster:
     scatter: float  # standard deviation of a step's computing, as a share of its mean
     fsdp_overlap: int = 1  # whether FSDP moves layers while it computes others, which on CPUs it does not; DDP does
     whole_scatter: int = 0  # whether a reduce-scatter moves as much as an all-reduce, as Gloo's does
+    rings: int = 0  # whether each collective goes round a ring, as Gloo's do, also where other ways are faster
     steps: dict[str, float] = field(default_factory=dict)  # measured seconds of a step's computing, of some models
 
 
@@ -120,7 +121,7 @@ CLUSTERS = {
     "h100": Cluster(8, 4e14, 80e9, 5e-6, 3.6e11, 1e-5, 3.2e11, 5e10, 2.5e10, 0.02),
     # One process on a node, plain Ethernet of 10 Gbit/s, Gloo; the steps of the small models are those of one core.
     "ethernet": Cluster(
-        1, 1e12, 256e9, 1e-6, 1e10, 5e-5, 1.2e9, 5e9, 2e9, 0.05, 0, 1, steps={"ConvNet": 0.085, "TinyGPT": 0.39}
+        1, 1e12, 256e9, 1e-6, 1e10, 5e-5, 1.2e9, 5e9, 2e9, 0.05, 0, 1, 1, steps={"ConvNet": 0.085, "TinyGPT": 0.39}
     ),
 }
 
@@ -158,8 +159,9 @@ def exchange(kind: str, nodes: int, size: float, cluster: Cluster, pieces: int =
     """
     if kind == "reduce_scatter" and cluster.whole_scatter:
         kind = "all_reduce"
-    inside = collective(kind, cluster.processors, size / pieces, cluster.latency_inside, cluster.bandwidth_inside)
-    return pieces * (inside + collective(kind, nodes, size / pieces, cluster.latency, cluster.bandwidth))
+    algorithm, size = "ring" if cluster.rings else "best", size / pieces
+    inside = collective(kind, cluster.processors, size, cluster.latency_inside, cluster.bandwidth_inside, algorithm)
+    return pieces * (inside + collective(kind, nodes, size, cluster.latency, cluster.bandwidth, algorithm))
 
 
 def together(computing: float, moving: float, pieces: int, overlap: int = 1) -> float:
@@ -463,7 +465,7 @@ def measure(path: Path, rounds: int = 20) -> None:
         if "" in links:
             found = replace(found, latency=links[""][0], bandwidth=links[""][1])
         if device == "cpu":
-            found = replace(found, fsdp_overlap=0, whole_scatter=1)
+            found = replace(found, fsdp_overlap=0, whole_scatter=1, rings=1)
         path.write_text(json.dumps(asdict(found), indent=1) + "\n")
         assumed = ["storage_read", "storage_write", *([] if "" in links else ["latency", "bandwidth"])]
         print(f"{path}: measured on {nodes} node(s); assumed: {', '.join(assumed)}")
@@ -515,7 +517,7 @@ def main() -> None:
     figures = parser.add_argument_group("figures", "of the cluster, in the place of those of --cluster")
     names = [part.name for part in fields(Cluster) if part.name != "steps"]
     kinds = {"processors": whole, "scatter": number, "latency": number, "latency_inside": number}
-    kinds |= {"fsdp_overlap": int, "whole_scatter": int}
+    kinds |= {"fsdp_overlap": int, "whole_scatter": int, "rings": int}
     for name in names:
         figures.add_argument(f"--{name.replace('_', '-')}", type=kinds.get(name, positive))
     args = parser.parse_args()

@@ -51,6 +51,11 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+def token_loss(logits: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype, reduction: str = "mean") -> torch.Tensor:
+    """Return the loss of logits (B, T, vocab) in nats, computed in `dtype`: a function, so that it can be compiled."""
+    return F.cross_entropy(logits.flatten(0, 1).to(dtype), labels.flatten(), reduction=reduction)
+
+
 class TinyGPT(nn.Module):
     """A decoder-only transformer language model (Radford et al. 2018/2019, GPT-2's pre-norm layout).
 

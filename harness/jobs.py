@@ -231,7 +231,7 @@ def stop_twice(lab: Lab, source: Path, folder: Path, options: tuple[str, ...], *
     return job
 
 
-# It saves a checkpoint under each example's name, then waits for a file `finish` in its output folder.
+# It saves a checkpoint under each example's name again and again, until there is a file `finish` in its output folder.
 # It writes no model.
 STUB = r"""
 import os, sys, time
@@ -239,10 +239,10 @@ from pathlib import Path
 
 output = Path(sys.argv[sys.argv.index("--output-dir") + 1])
 (output / "checkpoint").mkdir(exist_ok=True)
-for name in ("checkpoint.pt", "checkpoint.ckpt", "checkpoint.npz", "checkpoint/run.json"):
-    (output / name).touch()
 os.write(1, f"started {sys.argv[1:]}\n".encode())  # in one piece, beside other processes
 while not (output / "finish").exists():
+    for name in ("checkpoint.pt", "checkpoint.npz", "checkpoint/run.json"):
+        (output / name).touch()
     time.sleep(0.1)
     if os.path.exists(os.environ.get("STOP_FILE", "")):  # where train.py can stop at any step
         (output / "stopped").touch()

@@ -3,7 +3,6 @@
 import shlex
 import shutil
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,7 +57,7 @@ class Launcher:
     train_loss: tuple[float, float] = (1, 0.2)  # above the one in the first epoch, below the other in the last
     checkpoint: str = "checkpoint.pt"  # or a pattern that names one file of it
     epoch_start: str = "    start = time.perf_counter()\n"  # the line of train.py where an epoch begins
-    torchvision: bool = False  # whether its framework imports it, asked for or not
+    torchvision: bool = False  # whether its framework imports it, asked for or not; transformers does where it is there
     global_batch: int = 128  # with two processes
     lines: int = 223  # that train.py has at most
     alone: str = "train.main(train.parse_args())"  # what one process calls to train without a launcher
@@ -129,7 +128,7 @@ LAUNCHERS = {
         "torchrun --standalone --nproc-per-node={n} train.py",
         status_after_bad_input=1,
         processes_in_job=4,
-        lines=286,
+        lines=289,
         first_line="TinyGPT on a random source",
         learns=("test_loss", "<=", 2.2235 + 0.1),  # the source's entropy, and what may be missing
         train_loss=(2.6, 2.3),
@@ -185,7 +184,7 @@ LAUNCHERS = {
         "torchrun --standalone --nproc-per-node={n} train.py",
         status_after_bad_input=1,
         processes_in_job=4,
-        lines=286,
+        lines=289,
         first_line="LlamaForCausalLM in model on text.txt",
         learns=("test_loss", "<=", 4.35),
         train_loss=(5, 4.4),
@@ -193,7 +192,6 @@ LAUNCHERS = {
         prepare="python make_model.py",
         model="adapter/adapter_model.safetensors",
         epoch_start='    start = time.perf_counter() - progress["seconds"]\n',
-        torchvision=find_spec("torchvision") is not None,  # transformers does, where it is installed
         convnet=False,
         job_recovers=True,
         stops_at_a_step=True,
@@ -201,6 +199,7 @@ LAUNCHERS = {
     ),
     "torchrun_multinode": Launcher(
         "torchrun --standalone --nproc-per-node={n} train.py",
+        lines=226,
         status_after_bad_input=1,
         processes_in_job=4,
         meets="in a store on the first node",
@@ -214,7 +213,7 @@ LAUNCHERS = {
         status_after_bad_input=1,
         processes_in_job=4,
         fp16=True,
-        lines=286,
+        lines=289,
         first_line="resnet18 on images",
         learns=("test_accuracy", ">=", 0.7),
         train_loss=(1.3, 1),

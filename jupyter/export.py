@@ -20,7 +20,6 @@ from typing import Any
 import usage
 
 TOOLS = ("tensorboard", "mlflow", "wandb")
-PACKAGES = {"site-packages", "node_modules", "__pycache__"}  # folders without runs, with very many files
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,7 @@ def say_left_out(path: Path, wrong: str) -> None:
 def find_runs(top: Path) -> list[Run]:
     """Return every run below a folder, in the order of their names."""
     runs = []
-    for folder, names, files in os.walk(top):
-        names[:] = sorted(name for name in names if not name.startswith(".") and name not in PACKAGES)
-        if "metrics.csv" not in files:
-            continue
-        place = Path(folder)
+    for place in usage.folders(top):
         rows, wrong = usage.read_metrics(place / "metrics.csv")
         if rows and not {"epoch", "train_loss", "seconds"} <= rows[0].keys():
             rows, wrong = [], "of another program"

@@ -35,7 +35,6 @@ import usage
 COLUMNS = ("epoch", "train_loss", "test_loss", "seconds", "world_size")  # what every example's metrics.csv has
 # The third kind of column differs, and says what was learnt. By its name: the title of its axis, and a factor.
 QUALITY = {"test_accuracy": ("test accuracy (%)", 100), "perplexity": ("perplexity", 1)}
-SKIPPED = {"site-packages", "node_modules", "__pycache__"}  # folders without runs, with very many files
 FASHION = ("T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 
 OWN_MODEL = "If you have put in a model of your own, change _predict_convnet() in results.py, too"
@@ -118,7 +117,7 @@ def find_runs(folder: str | Path) -> list[Run]:
     if not top.is_dir():
         raise ResultsError(f"there is no folder {top}: set FOLDER to one with your runs in it")
     runs, wrong = [], []
-    for place in _folders(top):
+    for place in usage.folders(top):
         if rows := _read_metrics(place / "metrics.csv", wrong):
             example = next((parent for parent in place.parents if (parent / "train.py").exists()), None)
             modified = datetime.datetime.fromtimestamp((place / "metrics.csv").stat().st_mtime)
@@ -136,21 +135,6 @@ def find_runs(folder: str | Path) -> list[Run]:
         if names[run.name] > 1:  # two copies of an example, say
             runs[i] = replace(run, name=str(run.folder.relative_to(top)))
     return sorted(runs, key=lambda run: run.modified, reverse=True)
-
-
-def _folders(top: Path) -> Iterator[Path]:
-    """Yield the folders in which a run can be, also behind links: `output` may be one to another file system."""
-    seen = set()
-    for folder, names, files in os.walk(top, followlinks=True):
-        real = os.path.realpath(folder)
-        # Environments and data sets (train/, val/) have up to millions of files; a link may lead back to above itself.
-        if real in seen or "pyvenv.cfg" in files or {"train", "val"} <= set(names):
-            names.clear()
-            continue
-        seen.add(real)
-        names[:] = sorted(name for name in names if not name.startswith(".") and name not in SKIPPED)
-        if "metrics.csv" in files:
-            yield Path(folder)
 
 
 def _read_metrics(path: Path, wrong: list[str]) -> list[dict[str, float]]:

@@ -117,7 +117,8 @@ class Server:
         scheme = "https" if self.certificate else "http"
         context = ssl.create_default_context(cafile=self.certificate) if self.certificate else None
         headers = {"Authorization": f"token {token}"} if token else {}
-        request = urllib.request.Request(f"{scheme}://{self.address}:{self.port}/{path}", None, headers, method=method)
+        url = f"{scheme}://{in_url(self.address)}:{self.port}/{path}"
+        request = urllib.request.Request(url, None, headers, method=method)
         # The cluster's HTTP proxy is not asked for an address of its own.
         opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), *([urllib.request.HTTPSHandler(context=context)] if context else [])
@@ -195,14 +196,22 @@ def write_settings(server: Server) -> None:
 
 
 def own_address(login: str) -> str:
-    """Return the address of this node on the network that it shares with the login node."""
+    """Return the address of this node on the network that it shares with the login node: of IPv4, if it has one."""
     host = os.environ.get("SLURM_SUBMIT_HOST") or login.rpartition("@")[2]
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 22))  # sends nothing, but chooses the interface
-            return probe.getsockname()[0]
-    except OSError as error:
-        fail(f"this node does not find {host} ({error}), from where the job was submitted: use LISTEN=loopback")
+    errors = []
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, 22))  # sends nothing, but chooses the interface
+                return probe.getsockname()[0]
+        except OSError as error:
+            errors.append(error)
+    fail(f"this node does not find {host} ({errors[0]}), from where the job was submitted: use LISTEN=loopback")
+
+
+def in_url(address: str) -> str:
+    """Return an address as it stands before a port: one of IPv6 has colons itself."""
+    return f"[{address}]" if ":" in address else address
 
 
 def make_certificate(server: Server) -> Path:
@@ -225,7 +234,7 @@ def write_connect(server: Server) -> None:
     scheme, way = "http", f"-J {args.login} {args.login.partition('@')[0]}@{server.node}"
     if server.certificate:
         scheme, way = "https", args.login
-    tunnel = f"ssh -N -o ExitOnForwardFailure=yes -L 8888:{server.address}:{server.port} {way}"
+    tunnel = f"ssh -N -o ExitOnForwardFailure=yes -L 8888:{in_url(server.address)}:{server.port} {way}"
     job = os.environ.get("SLURM_JOB_ID", "?")
     lines = [
         f"JupyterLab of job {job} on {server.node}. Keep this file to yourself: it opens everything that you can open.",

@@ -6,6 +6,7 @@ of plumbing.sh appends what nvidia-smi, rocm-smi and the kernel print. It needs 
 
 import csv
 import json
+import os
 import re
 import sys
 import time
@@ -20,6 +21,7 @@ MEASURED = ["busy", "memory_mb", "watts", "mhz"]
 SLOWED = {0x04: "power", 0x08: "hardware", 0x20: "heat", 0x40: "heat", 0x80: "power supply"}
 # The columns of rocm-smi that have what is measured, by their titles, which differ between releases.
 AMD = [r"GPU use \(%\)", r"VRAM Total Used Memory", r".*Package Power \(W\)", r"sclk clock speed"]
+SKIPPED = {"site-packages", "node_modules", "__pycache__"}  # folders without runs, with very many files
 
 
 def clock(seconds: float) -> str:
@@ -43,6 +45,21 @@ def nodes(run: dict[str, Any]) -> list[list[Any]]:
             until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stop["time"]))
             rows.append([until, host, len(those), clock(seconds), f"{cores:.1f} of {those[0]['cores']}", *sums])
     return rows
+
+
+def folders(top: Path) -> Iterator[Path]:
+    """Yield the folders in which a run can be, also behind links: `output` may be one to another file system."""
+    seen = set()
+    for folder, names, files in os.walk(top, followlinks=True):
+        real = os.path.realpath(folder)
+        # Environments and data sets (train/, val/) have up to millions of files; a link may lead back to above itself.
+        if real in seen or "pyvenv.cfg" in files or {"train", "val"} <= set(names):
+            names.clear()
+            continue
+        seen.add(real)
+        names[:] = sorted(name for name in names if not name.startswith(".") and name not in SKIPPED)
+        if "metrics.csv" in files:
+            yield Path(folder)
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, float]], str]:

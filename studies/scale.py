@@ -58,7 +58,8 @@ class Row:
 
 def predicted(row: Row) -> Step:
     """Return the step that the model predicts for a row, from what was measured without any exchange of all."""
-    cluster = Cluster(1, 1, 1, 0, 1, row.latency, row.bandwidth, 1, 1, row.scatter, fsdp_overlap=0, whole_scatter=1)
+    gloo = {"fsdp_overlap": 0, "whole_scatter": 1, "rings": 1}
+    cluster = Cluster(1, 1, 1, 0, 1, row.latency, row.bandwidth, 1, 1, row.scatter, **gloo)
     model = Model(WEIGHTS, 1, 1, 0, 4, GROUPS)
     if row.way == "DDP":
         return ddp(model, row.computing, row.nodes, cluster, bucket=model.size / GROUPS)

@@ -30,7 +30,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 NAME = "sweep"  # of the study in the journal
 CREATE = 4  # what a line of the journal says that begins a trial
 EVERY = 1.0  # seconds between two looks at metrics.csv
-SAVES = 90  # seconds that a run gets to save and end after the signal; --signal in sweep.slurm is longer
+ENDS, INSISTS = 10, 30  # seconds that it then gets to end by itself, and after SIGTERM and SIGKILL to its children
 SETTLES = 3  # seconds after a failure in which SLURM may say that it has ended the whole task
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -285,22 +285,25 @@ class Task:
         self.asked = True
 
     def stop(self, run: subprocess.Popen, mark: Path) -> None:
-        """Stop a run as SLURM does near the time limit: it saves, and ends or says that it may be ended."""
-        deadline = time.monotonic() + SAVES
+        """Stop a run as SLURM does near the time limit: it saves, and ends or says that it may be ended.
+
+        If SLURM has asked, that is 20 s before this task's end at the latest. A bad trial need not save once more.
+        """
         if run.poll() is None:
             run.send_signal(signal.SIGUSR1)
-        while run.poll() is None and not mark.exists() and time.monotonic() < deadline:
+        while self.asked and run.poll() is None and not mark.exists():
             time.sleep(0.1)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            run.wait(10)  # what stops at a step ends by itself; other examples stop after an epoch, and go on here
-        for number, seconds in ((signal.SIGTERM, 30), (signal.SIGKILL, 30)):
+            # What stops at a step ends by itself; other examples go on here, to the end of an epoch.
+            run.wait(2 if mark.exists() else ENDS)
+        for number in (signal.SIGTERM, signal.SIGKILL):
             if run.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    for child in children(run.pid):  # srun, which ends its step; run.slurm then ends as well
+                for child in children(run.pid):  # srun, which ends its step; run.slurm then ends as well
+                    with contextlib.suppress(ProcessLookupError):
                         os.kill(child, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    run.wait(seconds)
-        with contextlib.suppress(ProcessLookupError):
+                    run.wait(INSISTS)
+        if run.poll() is None:  # else its number may by now be that of another process of this user
             os.killpg(run.pid, signal.SIGKILL)
         run.wait()
 
@@ -363,7 +366,8 @@ def children(process: int) -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == process:
+            # As bytes: before the bracket stands a name, which the kernel cuts after 15 of them, also inside a letter.
+            if int(stat.read_bytes().rpartition(b")")[2].split()[1]) == process:
                 found.append(int(stat.parent.name))
     return found
 

@@ -95,6 +95,33 @@ def test_mesh(example: str, folder: Path, mesh: str) -> None:
     assert [row["test_loss"] for row in rows] == pytest.approx(test_losses, rel=1e-9)
 
 
+def test_compiled(example: str, folder: Path) -> None:
+    """Compiled, it takes plain PyTorch's steps, too, to 1e-9 in fp64, and the names of the weights stay.
+
+    Gradients are clipped and accumulated, and the last batch of the evaluation is smaller. See test_compile.py.
+    """
+    processes, words = arguments("2x1")
+    runs.train(example, folder, processes, *words, "--epochs", 1, "--precision", "fp64", "--compile")
+    weights, losses, test_losses = plain_training()
+    assert outputs.largest_difference(outputs.read_model(folder / "output"), weights) < 1e-9
+    (row,) = outputs.read_metrics(folder / "output")
+    assert [row["train_loss"], row["test_loss"]] == pytest.approx([losses[0], test_losses[0]], rel=1e-9)
+
+
+@pytest.mark.runs("weekly")
+def test_vocabulary(example: str, folder: Path) -> None:
+    """Of another vocabulary come random tokens; a resume with another one is refused."""
+    words = ["--tokens", "4000", "--context", "32", "--width", "32", "--layers", "1", "--epochs", "1"]
+    run = runs.train(example, folder, 2, *words, "--vocabulary", 5000)
+    assert "entropy of the source: 8.5172 nats per token" in run.stdout
+    assert json.loads((folder / "output" / "model.json").read_text())["vocab"] == 5000
+    row = outputs.read_metrics(folder / "output")[-1]
+    assert row["test_loss"] == pytest.approx(8.5172, abs=0.1)  # nothing can be learnt
+    run = runs.start(example, folder, 2, *words, "--vocabulary", 5001, "--resume").wait()
+    status = LAUNCHERS[example].status_after_bad_input
+    refusals.assert_refused(run, status, "is from a run with vocabulary 5000")
+
+
 @pytest.mark.runs("weekly")
 def test_another_mesh_in_fp32(example: str, folder: Path) -> None:
     """A checkpoint of 2x2 in fp32, continued on any other mesh, gives the same losses to 1e-5."""
@@ -277,6 +304,12 @@ def test_refused(example: str, folder: Path) -> None:
     """Each argument that does not fit the others, and each text that cannot be used, is refused with one line."""
     texts = {
         "--width 100 --heads 3": ["--width 100", "multiple of --heads 3"],
+        "--vocabulary 3": ["--vocabulary must be 4 or more, not 3"],
+        "--vocabulary 50304 --text-file train.py": [
+            "256 kinds of tokens",
+            "--vocabulary 50304",
+            "leave one of the two",
+        ],
         "--tensor-parallel 3": ["--heads 4", "multiple of --tensor-parallel 3"],
         "--tensor-parallel 2": ["3 processes", "--tensor-parallel 2"],
         "--max-grad-norm -1": ["--max-grad-norm", "0 or more"],

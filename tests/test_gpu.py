@@ -60,7 +60,8 @@ def test_trains(example: str, folder: Path, on_gpus: Reference) -> None:
 
     GPUs round differently, also from run to run, and Adam makes much of that: on an H200, whose convolutions compute in
     TF32, the weights ended within 0.1 (fsdp, torchrun_vision), 0.12 (ConvNet) and 0.54 (LoRA) of their own length from
-    the CPU's; on a CPU bf16 and fp32 end 0.15 and 0.69 apart. Unrelated weights are 1.4 apart. The losses say more.
+    the CPU's; on a CPU bf16 and fp32 end 0.15 and 0.69 apart. Unrelated weights are 1.4 apart. The losses say more: on
+    two cards the last one was up to 5.1 % (deepspeed) and 6.7 % (torchrun_vision) from the CPU's, the first below 2 %.
     """
     launcher = LAUNCHERS[example]
     runs.train(example, folder, COUNT, seconds=600)  # on the CPU
@@ -69,7 +70,7 @@ def test_trains(example: str, folder: Path, on_gpus: Reference) -> None:
     assert rows[-1]["world_size"] == COUNT
     assert launcher.has_learnt(rows[-1], tolerance=0.01)
     assert rows[0]["train_loss"] == pytest.approx(others[0]["train_loss"], rel=0.02)
-    assert rows[-1]["train_loss"] == pytest.approx(others[-1]["train_loss"], rel=0.05)
+    assert rows[-1]["train_loss"] == pytest.approx(others[-1]["train_loss"], rel=0.1)
     weights, expected = (outputs.read_model(output) for output in (on_gpus.output, folder / "output"))
     outputs.largest_difference(weights, expected)  # the same names, shapes and types
     distance = sum((weights[name].double() - expected[name].double()).square().sum().item() for name in weights)

@@ -435,10 +435,126 @@ def test_listed_by_predict(example: str, image_files: ModuleType, data: Path, ca
     assert len(paths) == count and bool(text) <= bool(left_out)
 
 
+def folder_of_tars(data: Path) -> Path:
+    Path("tars").mkdir()
+    make_tar("tars/1.tar", "data/train/a", "data/val")
+    make_tar("tars/2.tar", "data/train/b")
+    return Path("tars")
+
+
+def with_more(data: Path) -> Path:
+    put(data / "train/a/notes.txt")
+    put(data / "train/a/.hidden.png")
+    link(data / "val/b/7.png", "1.png")
+    return make_tar("data.tar", data)
+
+
+# What is listed, made of the folder `data`.
+SHARED: dict[str, Callable[[Path], Path]] = {
+    "a folder": lambda data: data,
+    "a tar": lambda data: make_tar("data.tar", data),
+    "a folder of tars": folder_of_tars,
+    "a tar of what is left out, too": with_more,
+    "a link to a folder": lambda data: data.rename("other") and (link(data, "other"), data)[1],
+    "without val": lambda data: shutil.rmtree(data / "val") or data,
+    "a tar that was cut": lambda data: cut(4000)(data),
+    "nothing": lambda data: Path("nothing"),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_listed_by_rank_0_alone(
+    example: str, image_files: ModuleType, data: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """All other processes read no folder and no head of a tar, have the same images, and raise the same error."""
+    path, reads, sent = SHARED[case](data), [], []
+
+    class Rank(argparse.Namespace):
+        """In the place of torch.distributed, in the process of this number: what rank 0 sends is kept for the other."""
+
+        def broadcast_object_list(self, values: list, group: object) -> None:
+            if self.get_rank() == 0:
+                sent.append(values[0])
+            values[0] = sent[-1]
+
+    def count(name: str) -> Callable:
+        function = getattr(os, name)
+        return lambda *words: reads.append((name, *words)) or function(*words)
+
+    monkeypatch.setattr(image_files, "stage", image_files.open_in_place)
+    monkeypatch.setattr(image_files, "os", argparse.Namespace(**vars(os)))
+    for name in ("scandir", "dup", "listdir", "pread"):  # read_tree takes a copy of the descriptor
+        monkeypatch.setattr(image_files.os, name, count(name))
+    found = []
+    for number in range(2):
+        group = {"new_group": lambda **_: None, "destroy_process_group": lambda _: None}
+        dist = Rank(is_initialized=lambda: True, get_rank=lambda number=number: number, **group)
+        monkeypatch.setattr(image_files, "dist", dist)
+        reads.clear()
+        try:
+            *sets, names = image_files.load(path, 32)
+            found.append(([contents(part) for part in sets], names))
+        except image_files.DataError as error:
+            found.append(str(error))
+        assert bool(reads) == (number == 0 and case != "nothing"), reads
+    assert found[0] == found[1] and (not isinstance(found[0], str) or path.name in found[0])
+
+
+def test_another_tar_on_another_node(example: str, image_files: ModuleType, data: Path) -> None:
+    """A file that is not the one in which rank 0 has looked is refused: its images would be others, or damaged."""
+    for path in (make_tar("data.tar", data), folder_of_tars(data)):
+        image_files.stage = image_files.open_in_place
+        source = image_files.open_source(path, image_files.open_in_place)
+        names, parts, sizes, left_out = image_files.list_parts(path, source)
+        image_files.from_rank_0 = lambda _: (names, parts, sizes, left_out)  # noqa: B023 (called at once)
+        assert image_files.load(path, 32)[2] == ["a", "b"]
+        put(data / "train/b/4.png", bytes(20_000))
+        make_tar("data.tar" if path.is_file() else "tars/2.tar", data / "train/b")
+        assert_one_line(image_files, lambda: image_files.load(path, 32), f"{path} on ", "copy it anew")  # noqa: B023
+
+
 @pytest.mark.parametrize("size", [4097, 100_000, 10**9])
 def test_absurd_size(example: str, image_files: ModuleType, data: Path, size: int) -> None:
     """An --image-size for which no memory would do is one line, before any is asked for."""
     assert_one_line(image_files, lambda: image_files.load(data, size), f"--image-size {size} is above 4096")
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("program", ["train.py", "image_files.py"])
+def test_workers_have_the_open_tars(
+    example: str,
+    shipped: Path,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    method: str,
+    program: str,
+) -> None:
+    """Loader workers are forked, whatever the default is (forkserver, from Python 3.14 on): they read a tar."""
+    import multiprocessing
+
+    from torch.utils.data import DataLoader
+
+    module, had = outputs.import_file(shipped / "image_files.py"), multiprocessing.get_start_method(allow_none=True)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    for path in data.glob("*/*/*.png"):
+        put(path, png(8, 2, pixels(3)))
+    make_tar("data.tar", data)
+    try:
+        multiprocessing.set_start_method(method, force=True)
+        if program == "train.py":
+            plumbing = outputs.import_file(shipped / "plumbing.py")
+            monkeypatch.setattr(plumbing.atexit, "register", lambda *_: None)
+            plumbing.end_with_loader_workers()
+            train_set, _, _ = load(module, Path("data.tar"))
+            assert [image.shape[1] for image, _ in DataLoader(train_set, num_workers=1)] == [3] * 6
+        else:
+            monkeypatch.setattr(sys, "argv", ["image_files.py", "data.tar"])
+            with pytest.raises(SystemExit) as ended:
+                module.main()
+            assert ended.value.code == 0 and "10 images, 0 of them damaged" in capsys.readouterr().out
+    finally:
+        multiprocessing.set_start_method(had, force=True)
 
 
 def png(depth: int, colours: int, values: "np.ndarray") -> bytes:

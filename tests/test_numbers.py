@@ -271,3 +271,53 @@ def test_numbers_of_a_sweep(
         sweep["parse_args"]()
     errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
     assert ended.value.code == 2 and len(errors) == 1 and says in errors[0]
+
+
+# A warm-up, epochs, steps of an epoch, and what the log says of them.
+ASKED = "of what was asked for"
+WARMUPS = {
+    (500, 5, 6): f"--warmup-steps 500 is above the 30 steps of this run: its learning rate rises to 5.99% {ASKED}",
+    (31, 5, 6): f"--warmup-steps 31 is above the 30 steps of this run: its learning rate rises to 93.8% {ASKED}",
+    (2, 1, 1): f"--warmup-steps 2 is above the 1 steps of this run: its learning rate rises to 33.3% {ASKED}",
+    (
+        10**9,
+        2,
+        100,
+    ): f"--warmup-steps 1000000000 is above the 200 steps of this run: its learning rate rises to 2e-05% {ASKED}",
+    (30, 5, 6): "",
+    (6, 1, 6): "",  # the default of torchrun_vision, in a run of one epoch
+    (29, 5, 6): "",
+    (0, 1, 1): "",
+    (500, 100, 6): "",  # a resumed run: all its epochs count, those before, too
+}
+
+
+@pytest.mark.parametrize(("numbers", "says"), WARMUPS.items())
+def test_warmup_above_all_steps(
+    plumbing: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    numbers: tuple[int, int, int],
+    says: str,
+) -> None:
+    """It says that the learning rate never reaches --lr; a run without a warm-up, or with a scheduler, is silent."""
+    import torch
+
+    warmup, epochs, steps = numbers
+    nothing = {"record": lambda *_: None, "rank": lambda: 0, "gather": lambda value: [value], "hangs": Namespace()}
+    for name, value in nothing.items():
+        monkeypatch.setattr(plumbing, name, value)
+    plumbing.hangs.watch = lambda *_: None
+    settings = {"warmup_steps": warmup, "epochs": epochs, "steps_per_epoch": steps, "world_size": 1, "global_batch": 64}
+    progress = {"step": 6, "history": [{}]}
+    for args, expected in ((settings, says), (settings | {"has_scheduler": True}, ""), ({"world_size": 1}, "")):
+        args = {"global_batch": 64, "epochs": 1, "steps_per_epoch": 6} | args
+        plumbing.print_header(Namespace(**args), "ConvNet on digits", torch.device("cpu"), progress)
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if "--warmup-steps" in line] == [expected] * bool(expected)
+
+
+def test_all_examples_look_at_the_warmup() -> None:
+    """The line is printed by each example that has the flag, since the header is."""
+    for name in EXAMPLES:
+        assert "checks.long_warmup(args)" in (ROOT / "examples" / name / "plumbing.py").read_text(), name

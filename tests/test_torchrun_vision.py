@@ -147,6 +147,7 @@ def test_bad_input(example: str, folder: Path) -> None:
         "--workers -1": ["--workers", "0 or more"],
         "--log-to excel": ["--log-to", "'excel'", "tensorboard"],
         "--sync-batchnorm": ["--sync-batchnorm", "needs GPUs"],
+        "--compile --gradient-checkpointing": ["--compile", "--gradient-checkpointing", "leave one of the two out"],
         "--image-size 0": ["--image-size", "1 or more"],
     }
     refusals.assert_arguments_refused(folder, texts)

@@ -8,14 +8,19 @@ claim_folder() {                 # refuse $output if another job that had this j
     shown="$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null)" || true
     submitted="$(sed -n '/SubmitTime=/{s/.*SubmitTime=\([^ ]*\).*/\1/p;q}' <<<"$shown")"  # a requeue changes it
     own="${SLURM_CLUSTER_NAME:--} $job ${submitted:-?}"
-    noted="$(cat "$output/started" 2>/dev/null)" || true
+    started="$output/started-$job"  # of this job alone: another may come, and be refused, while this one runs
+    noted="$(cat "$started" 2>/dev/null)" || true
     same=yes                     # job: it is a restart, the next in a chain, or a second run.slurm in one allocation
-    [[ "${SLURM_RESTART_COUNT:-0}" -gt 0 || "${KEPT_CODE:-}" || "$own" == "$noted" ]] || same=""
+    [[ "${SLURM_RESTART_COUNT:-0}" -gt 0 && ! -e "$started.refused" || "${KEPT_CODE:-}" || "$own" == "$noted" ]] ||
+        same=""
     [[ "${noted:-$own}" == "${own%% *} "* || "${OUTPUT_DIR:-}" ]] || same=""  # the other cluster of two
-    [[ "$same" || "${OUTPUT_DIR:-}" || ! -e "$output/started" && ! -e "$output/.lock" ]] ||
+    others="$(find "$output/" -maxdepth 1 \( -name "started*" -o -name .lock \) 2>/dev/null)" || true
+    if [[ ! "$same" && ! "${OUTPUT_DIR:-}" && "$others" ]]; then
+        [[ "${noted:-$own}" != "${own%% *} "* ]] || touch "$started.refused"  # also after `scontrol requeue`
         fail "$output is of another run with the id $job: move it away, or go on: OUTPUT_DIR=$output sbatch run.slurm"
+    fi
     mkdir -p "$output"
-    echo "$own" 2>/dev/null >"$output/started" || touch "$output/started"  # the disk may be full
+    echo "$own" 2>/dev/null >"$started" || touch "$started"  # the disk may be full
 }
 
 keep_program() {                 # copy the program to $code: a restart runs it as it was, whatever is edited meanwhile
@@ -86,7 +91,7 @@ near_end() {                     # whether SLURM ends the job in 20 seconds, as 
 }
 
 requeue() {                      # unless nothing was saved since the last restart: that would go on forever
-    if [[ $((${SLURM_RESTART_COUNT:-0} + ${SUCCESSION:-0})) -gt 0 && -z "$(saved "$output/started")" ]]; then
+    if [[ $((${SLURM_RESTART_COUNT:-0} + ${SUCCESSION:-0})) -gt 0 && -z "$(saved "$started")" ]]; then
         echo "run.slurm: error: no new checkpoint since the last restart: not requeued again; raise --time" >&2
         return 1
     fi

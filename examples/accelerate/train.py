@@ -185,7 +185,7 @@ def main(args):
     # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
     torch.manual_seed(args.seed)
     model = ConvNet().to(accelerator.device, DTYPES[args.precision])
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=accelerator.device.type == "cuda")
     # accelerate: wraps `model` in DDP, if there are several processes; not the loaders, which would repeat samples
     ddp_model, optimizer = accelerator.prepare(model, optimizer)
     progress = resume(args, accelerator, model, optimizer)

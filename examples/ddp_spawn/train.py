@@ -24,8 +24,7 @@ import plumbing
 from common import data
 from common.models import ConvNet
 
-# The dtype of weights and inputs. With bf16 the weights stay in fp32, and autocast computes in bf16.
-DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}  # of the weights; bf16: autocast
 
 
 def parse_args():
@@ -161,7 +160,7 @@ def main(local_rank, args, port):
     # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
     torch.manual_seed(args.seed)
     model = ConvNet().to(device, DTYPES[args.precision])
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=device.type == "cuda")
     progress = resume(args, model, optimizer)
     # ddp: shares the weights of `model`, and averages their gradients over all processes in the backward pass
     ddp_model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import io
 import itertools
 import json
@@ -86,6 +87,11 @@ def check_sizes(parser, args):
         parser.error(f"--heads {args.heads} must be a multiple of --tensor-parallel {args.tensor_parallel}")
     if args.world_size % args.tensor_parallel:
         parser.error(f"{args.world_size} processes are no multiple of --tensor-parallel {args.tensor_parallel}")
+    if args.vocabulary < 4:
+        parser.error(f"--vocabulary must be 4 or more, not {args.vocabulary}")
+    if args.vocabulary != 256 and args.text_file:
+        wrong = f"--text-file has 256 kinds of tokens, its bytes, not --vocabulary {args.vocabulary}"
+        parser.error(f"{wrong}: leave one of the two out, or see README.md on own tokens")
     if args.cpu_offload and not torch.cuda.is_available():
         parser.error("--cpu-offload needs GPUs: without, everything is in CPU memory anyway")
 
@@ -146,6 +152,7 @@ def keep_printing():
 def prepare_process(args):
     """Make this process end when its launcher does, print lines immediately, and set up Gloo."""
     hangs.listen()
+    hangs.watch_start(args)
     explain_errors()
     keep_memory()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its launcher
@@ -296,7 +303,7 @@ def resume_settings(args):
     """Return the settings that a resumed run must share with the run that it continues."""
     names = ["dataset", "data", "text", "base", "model", "image_size", "sync_batchnorm", "context"]
     names += ["width", "layers", "heads", "full", "lora_rank", "lora_alpha", "lora_dropout", "target_modules"]
-    names += ["optimizer", "zero_stage", "fp16_allreduce", "seed", "precision", "global_batch"]
+    names += ["vocabulary", "optimizer", "zero_stage", "fp16_allreduce", "seed", "precision", "global_batch"]
     settings = {name: value for name, value in vars(args).items() if name in names}
     if args.scale_lr:  # with the same --lr, other processes would go on with another learning rate
         settings["--scale-lr, whose number of processes was"] = getattr(args, "groups", args.world_size)
@@ -456,13 +463,24 @@ def print_header(args, what, device, progress):
     backend = getattr(args, "backend", "nccl" if device.type == "cuda" else "gloo")
     where = f"{args.world_size} processes on {nodes} node{'s' * (nodes > 1)}, {backend} on {device.type}"
     print(f"{what}: {where}, {threads} thread{'s' * (threads > 1)} each, global batch {args.global_batch}")
-    if said := checks.summary():
+    for said in filter(None, (checks.summary(), checks.long_warmup(args))):
         print(said)
     if nodes > 1:
         print("ranks:", "; ".join(f"{host} {', '.join(map(str, numbers))}" for host, numbers in ranks.items()))
     if progress["step"]:
         epochs, step = position(args, progress)
         print(f"continuing after epoch {epochs} of {args.epochs}" + f", step {step}" * (step > 0))
+
+
+def uncompiled(function):
+    """Have models compute as they are written in a function, also those that are compiled for training."""
+
+    @functools.wraps(function)
+    def call(*arguments):
+        with torch.compiler.set_stance("force_eager"):
+            return function(*arguments)
+
+    return call
 
 
 def without_values(model, device):
@@ -479,6 +497,7 @@ def unset(buffer):
 
 
 @torch.no_grad()
+@uncompiled
 def check_model(args, model, progress):
     """Refuse a model of which something has no first value, or that sees the tokens which it has to predict."""
     for name, buffer in model.named_buffers():

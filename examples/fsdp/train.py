@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
@@ -32,7 +31,7 @@ import plumbing
 import shards
 import tensor_parallel
 from common import data
-from common.models import TinyGPT
+from common.models import TinyGPT, token_loss
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}  # of the weights; bf16: mixed precision
 
@@ -41,6 +40,7 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--text-file", type=Path, help="any UTF-8 text; without it: a random source of known entropy")
     parser.add_argument("--tokens", type=int, default=60_000, help="length of the random source")
+    parser.add_argument("--vocabulary", type=int, default=256, help="another one: the random source is uniform")
     parser.add_argument("--context", type=int, default=64, help="tokens of a sample")
     parser.add_argument("--width", type=int, default=128, help="of the model")
     parser.add_argument("--layers", type=int, default=2, help="of the model")
@@ -60,6 +60,7 @@ def parse_args():
     parser.add_argument("--precision", choices=DTYPES, default="fp32", help="bf16: mixed precision; fp64: for tests")
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
     parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
+    parser.add_argument("--compile", action="store_true", help="faster on GPUs: see docs/compile.md of the repository")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
     parser.add_argument("--checkpoint-every", type=plumbing.steps_or_minutes, help="also save every 500 (steps), 10min")
     parser.add_argument("--peak-tflops", type=float, help="of one GPU or process: also print the share of it")
@@ -86,9 +87,8 @@ def setup(args):
         torch.set_float32_matmul_precision("high")  # TF32: faster matrix products in fp32, since the A100
     plumbing.check_gpu(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # fsdp: Gloo for tensors on the CPU
-    timeout = timedelta(seconds=args.timeout)
     # torchrun: has set MASTER_ADDR, MASTER_PORT and RANK, by which the processes find each other here
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
     # fsdp: a column shares out the samples and a block's weights; tensor: a row, neighbours on one node, each layer
     mesh = init_device_mesh(device.type, (args.groups, args.tensor_parallel), mesh_dim_names=("data", "tensor"))
     for group in mesh.get_all_groups():
@@ -99,6 +99,7 @@ def setup(args):
 def train_one_epoch(args, model, train_loader, optimizer, device, progress):
     """Train to the end of an epoch; return mean loss, tokens, both over all processes, and seconds."""
     model.train()
+    loss_function = torch.compile(token_loss) if args.compile else token_loss  # compiled: without copies of logits
     start = time.perf_counter() - progress["seconds"]
     sums = progress["sums"]  # loss, tokens: a checkpoint within the epoch has them, too
     for number, (tokens, labels) in enumerate(train_loader, 1):
@@ -106,8 +107,7 @@ def train_one_epoch(args, model, train_loader, optimizer, device, progress):
         vote = torch.tensor([plumbing.wish(args, progress, time.perf_counter() - start)])
         voting = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)  # stop: the largest wish is that of all
         tokens, labels = tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        logits = model(tokens).to(DTYPES[args.precision])
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = loss_function(model(tokens), labels, DTYPES[args.precision])
         (loss / args.gradient_accumulation_steps).backward()  # fsdp: each process gets the mean gradients of its shard
         plumbing.note_loss(train_loader, loss)  # the first that is not finite: `check_results` then stops the run
         count = labels.numel() / args.tensor_parallel  # tensor: the processes of a group share what they count
@@ -142,14 +142,14 @@ def learning_rate(args, step):
 
 
 @torch.no_grad()
+@plumbing.uncompiled  # its last batch may be smaller, and would have to be compiled anew
 def evaluate(args, model, test_loader, device):
     """Return the mean test loss, in nats per token, over the samples of all processes."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
     for tokens, labels in test_loader:
         tokens, labels = tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        logits = model(tokens).to(DTYPES[args.precision])
-        sums[0] += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        sums[0] += token_loss(model(tokens), labels, DTYPES[args.precision], "sum")
         sums[1] += labels.numel()
     dist.all_reduce(sums)  # fsdp: sum over all processes; tensor: those of a group add equal parts
     return (sums[0] / sums[1]).item()
@@ -189,13 +189,15 @@ def resume(args, model, optimizer, device):
 def build_model(args, mesh, device):
     """Return the model, of which each process holds its shards, without values; no process ever holds all of it."""
     with torch.device("meta"):  # fsdp: names and shapes only, without memory
-        model = TinyGPT(256, args.context, args.width, args.heads, args.layers).to(DTYPES[args.precision])
+        model = TinyGPT(args.vocabulary, args.context, args.width, args.heads, args.layers).to(DTYPES[args.precision])
     if args.tensor_parallel > 1:
         tensor_parallel.split_layers(model, mesh["tensor"])
     # fsdp: gathers the weights as bf16, and keeps and updates them in fp32
     half = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if args.precision == "bf16" else {}
     offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
     for part in (*model.blocks, model):
+        if args.compile and part is not model:
+            part.forward = torch.compile(part.forward)  # fsdp: not its hooks, which gather the weights around it
         if args.gradient_checkpointing and part is not model:
             part.forward = functools.partial(recompute, part.forward, use_reentrant=False)
         # fsdp: a block's weights are gathered just before it computes, and freed right after
@@ -221,7 +223,7 @@ def load_data(args):
         if args.text_file:
             tokens, args.entropy = data.text_tokens(args.text_file), None
         else:
-            tokens, args.entropy = data.markov_tokens(args.tokens)
+            tokens, args.entropy = data.random_tokens(args.tokens, args.vocabulary)
         args.text = f"of {len(tokens)} tokens with checksum {zlib.crc32(tokens.numpy())}"
         cut = max(0, len(tokens) - max(len(tokens) // 10, args.context + 1))
         return data.Tokens(tokens[:cut], args.context), data.Tokens(tokens[cut:], args.context)
@@ -253,7 +255,8 @@ def main(args):
     # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
     model = build_model(args, mesh, device)
     args.parameters = sum(weight.numel() for weight in model.parameters())  # fsdp: of all processes together
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, foreach=True)  # all shards in one call, as on GPUs
+    fused = device.type == "cuda" and args.tensor_parallel == 1 and not args.cpu_offload  # one mesh, up to PyTorch 2.8
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=fused, foreach=not fused)
     progress = resume(args, model, optimizer, device)
 
     # Train.

@@ -74,6 +74,25 @@ def name_slowest(used):
     return f"; waited for others: {least} (the slowest) to {most}"
 
 
+def watch_start(args):
+    """Say so if training has not begun after most of --timeout: while data are read, or the processes connect."""
+    begun, pause = time.monotonic(), min(5, args.timeout / 40)
+
+    def look():
+        told = False
+        while not process["start"]:
+            seconds = time.monotonic() - begun
+            if not told and seconds > 0.8 * args.timeout:
+                told, waits = True, collective()
+                where = place() + f"; it waits in {waits}" * bool(waits)
+                say(f"training has not begun after {seconds:.0f} s (--timeout {args.timeout}): {where}")
+            time.sleep(pause)
+        if told:
+            say(f"training begins after {time.monotonic() - begun:.0f} s")
+
+    threading.Thread(target=look, daemon=True).start()
+
+
 def watch(args, progress, rank, hosts):
     """From now on say so if no step has ended for most of --timeout; `hosts` has the host of each rank."""
     process.update(rank=str(rank), start=usage())

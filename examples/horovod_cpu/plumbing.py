@@ -134,6 +134,7 @@ def prepare_process(args):
     keep_memory()
     keep_printing()
     hangs.listen()
+    hangs.watch_start(args)
     check_environment()
     explain_errors()
     restart_watchdog(args)
@@ -269,7 +270,7 @@ def resume_settings(args):
     """Return the settings that a resumed run must share with the run that it continues."""
     names = ["dataset", "data", "text", "base", "model", "image_size", "sync_batchnorm", "context"]
     names += ["width", "layers", "heads", "full", "lora_rank", "lora_alpha", "lora_dropout", "target_modules"]
-    names += ["optimizer", "zero_stage", "fp16_allreduce", "seed", "precision", "global_batch"]
+    names += ["vocabulary", "optimizer", "zero_stage", "fp16_allreduce", "seed", "precision", "global_batch"]
     settings = {name: value for name, value in vars(args).items() if name in names}
     if args.scale_lr:  # with the same --lr, other processes would go on with another learning rate
         settings["--scale-lr, whose number of processes was"] = getattr(args, "groups", args.world_size)
@@ -457,7 +458,7 @@ def print_header(args, what, device, progress):
     backend = getattr(args, "backend", "nccl" if device.type == "cuda" else "gloo")
     where = f"{args.world_size} processes on {nodes} node{'s' * (nodes > 1)}, {backend} on {device.type}"
     print(f"{what}: {where}, {threads} thread{'s' * (threads > 1)} each, global batch {args.global_batch}")
-    if said := checks.summary():
+    for said in filter(None, (checks.summary(), checks.long_warmup(args))):
         print(said)
     if nodes > 1:
         print("ranks:", "; ".join(f"{host} {', '.join(map(str, numbers))}" for host, numbers in ranks.items()))

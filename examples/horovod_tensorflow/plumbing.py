@@ -129,6 +129,7 @@ def prepare_process(args):
     keep_memory()
     keep_printing()
     hangs.listen()
+    hangs.watch_start(args)
     check_environment()
     explain_errors()
     restart_watchdog(args)
@@ -264,7 +265,7 @@ def resume_settings(args):
     """Return the settings that a resumed run must share with the run that it continues."""
     names = ["dataset", "data", "text", "base", "model", "image_size", "sync_batchnorm", "context"]
     names += ["width", "layers", "heads", "full", "lora_rank", "lora_alpha", "lora_dropout", "target_modules"]
-    names += ["optimizer", "zero_stage", "fp16_allreduce", "seed", "precision", "global_batch"]
+    names += ["vocabulary", "optimizer", "zero_stage", "fp16_allreduce", "seed", "precision", "global_batch"]
     settings = {name: value for name, value in vars(args).items() if name in names}
     if args.scale_lr:  # with the same --lr, other processes would go on with another learning rate
         settings["--scale-lr, whose number of processes was"] = getattr(args, "groups", args.world_size)
@@ -405,7 +406,7 @@ def print_header(args, what, progress):
     where = f"{args.world_size} processes on {len(ranks)} node{'s' * (len(ranks) > 1)}"
     threads = f"{args.threads} thread{'s' * (args.threads > 1)} each"
     print(f"{what}: {where}, {args.backend} on cpu, {threads}, global batch {args.global_batch}")
-    if said := checks.summary():
+    for said in filter(None, (checks.summary(), checks.long_warmup(args))):
         print(said)
     if len(ranks) > 1:
         print("ranks:", "; ".join(f"{host} {', '.join(map(str, numbers))}" for host, numbers in ranks.items()))

@@ -47,6 +47,7 @@ def check_tasks(parser, args):
 def prepare_process(args):
     """Make this process end when its launcher does, print lines immediately, and set what Lightning reads."""
     hangs.listen()
+    hangs.watch_start(args)
     plumbing.explain_errors()
     plumbing.check_environment()
     plumbing.keep_memory()

@@ -117,7 +117,7 @@ run() {                          # run $@, the job's step; then requeue the job 
     "$@" &
     step=$!
     wait_for "$step"
-    if [[ "$status" -eq 0 && "$output/stopped" -nt "$output/started" ]]; then
+    if [[ "$status" -eq 0 && "$output/stopped" -nt "$started" ]]; then
         requeue || status=1
     elif [[ "$status" -eq 0 && "${successor:-}" ]]; then
         scancel "$successor"     # it has finished in time after all

@@ -22,7 +22,9 @@ import numpy as np
 
 SAMPLES, SECONDS = 64, 0.4  # of each data set: how many samples are read at most, and for how long
 LARGEST = 2**24  # elements of labels that are looked at; of more, every second, third, ...
-CROSS_ENTROPY = r"(?<!binary_)cross_entropy\(|CrossEntropyLoss\(|sparse_softmax_cross_entropy_with_logits\("
+CROSS_ENTROPY = (
+    r"(?<!binary_)cross_entropy\(|token_loss\(|CrossEntropyLoss\(|sparse_softmax_cross_entropy_with_logits\("
+)
 facts = {}  # "data" and "model": what they are, on rank 0; what a checkpoint is compared with
 labels_of_all = {}  # "least" and "most" of the labels, one whole number for each sample, on each rank
 losses = {"batches": 0, "before": 0, "finite": True, "loader": None}  # of this epoch, see note_loss()
@@ -293,6 +295,16 @@ def for_run_json():
     return {"data": data, "model": facts.get("model")}
 
 
+def long_warmup(args):
+    """Return one line that says that the learning rate never reaches --lr, or nothing where it does."""
+    warmup = 0 if getattr(args, "has_scheduler", False) else getattr(args, "warmup_steps", 0)  # predict.py has none
+    steps = args.epochs * args.steps_per_epoch if warmup else 0
+    if warmup <= steps:
+        return ""
+    wrong = f"--warmup-steps {warmup} is above the {steps} steps of this run"
+    return f"{wrong}: its learning rate rises to {100 * steps / (warmup + 1):.3g}% of what was asked for"
+
+
 def summary():
     """Return one line that says what data and model are, or nothing where no run trains."""
     if "data" not in facts:
@@ -356,6 +368,13 @@ def explain(error):
         return (
             f"the label {label} is outside of the classes for which the model has an output, which count from 0 "
             f"({first_line(text)}): change the labels where the data are read, or the model"
+        )
+    if type(error).__module__ in ("torch._inductor.exc", "torch._dynamo.exc") and "--compile" in sys.argv:
+        lines = [line.strip() for line in text.splitlines() if line.strip() and not line.endswith("raised:")]
+        errors = [*lines[:1], *(line for line in lines if "error: " in line)]
+        return (
+            f"--compile: PyTorch cannot compile the model ({': '.join(errors[:2])[:400]}). A CPU needs g++, a GPU "
+            "gcc and Triton, both need Python.h and a folder to write to: see docs/compile.md, or leave it out"
         )
     if "device-side assert" in text:
         return (

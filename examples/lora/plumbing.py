@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import io
 import itertools
 import json
@@ -138,6 +139,7 @@ def keep_printing():
 def prepare_process(args):
     """Make this process end when its launcher does, print lines immediately, and set up Gloo."""
     hangs.listen()
+    hangs.watch_start(args)
     explain_errors()
     keep_memory()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives its launcher
@@ -243,6 +245,29 @@ def count_steps(args, samples, train_set, test_set):
     return steps
 
 
+def compile_in_place(args, model):
+    """Have a model compiled in its first training step.
+
+    DDP has PyTorch compile one part for each message, so that it sends gradients while others are computed. Blocks
+    that are computed twice cannot be divided so, and alone there is nothing to send: then the model is one part.
+    """
+    from torch._dynamo import config  # here: its import takes seconds
+
+    config.optimize_ddp = args.world_size > 1 and not getattr(args, "gradient_checkpointing", False)
+    model.compile()
+
+
+def uncompiled(function):
+    """Have models compute as they are written in a function, also those that are compiled for training."""
+
+    @functools.wraps(function)
+    def call(*arguments):
+        with torch.compiler.set_stance("force_eager"):
+            return function(*arguments)
+
+    return call
+
+
 def fix_summation_order(ddp_model, zeros):
     """Do one backward pass, after which DDP settles in which order it sums gradients for the rest of the run.
 
@@ -296,7 +321,7 @@ def resume_settings(args):
     """Return the settings that a resumed run must share with the run that it continues."""
     names = ["dataset", "data", "text", "base", "model", "image_size", "sync_batchnorm", "context"]
     names += ["width", "layers", "heads", "full", "lora_rank", "lora_alpha", "lora_dropout", "target_modules"]
-    names += ["optimizer", "zero_stage", "fp16_allreduce", "seed", "precision", "global_batch"]
+    names += ["vocabulary", "optimizer", "zero_stage", "fp16_allreduce", "seed", "precision", "global_batch"]
     settings = {name: value for name, value in vars(args).items() if name in names}
     if args.scale_lr:  # with the same --lr, other processes would go on with another learning rate
         settings["--scale-lr, whose number of processes was"] = getattr(args, "groups", args.world_size)
@@ -527,7 +552,7 @@ def print_header(args, what, device, progress):
     backend = getattr(args, "backend", "nccl" if device.type == "cuda" else "gloo")
     where = f"{args.world_size} processes on {nodes} node{'s' * (nodes > 1)}, {backend} on {device.type}"
     print(f"{what}: {where}, {threads} thread{'s' * (threads > 1)} each, global batch {args.global_batch}")
-    if said := checks.summary():
+    for said in filter(None, (checks.summary(), checks.long_warmup(args))):
         print(said)
     if nodes > 1:
         print("ranks:", "; ".join(f"{host} {', '.join(map(str, numbers))}" for host, numbers in ranks.items()))

@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import model_files  # before peft: it has nothing downloaded, and says which package is missing
 import plumbing
 from common import data
+from common.models import token_loss
 
 # isort: split
 import peft
@@ -58,6 +58,7 @@ def parse_args():
     parser.add_argument("--precision", choices=DTYPES, default="fp32", help="bf16: mixed precision; fp64: for tests")
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
     parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
+    parser.add_argument("--compile", action="store_true", help="faster on GPUs: see docs/compile.md of the repository")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
     parser.add_argument("--checkpoint-every", type=plumbing.steps_or_minutes, help="also save every 500 (steps), 10min")
     args = parser.parse_args()
@@ -82,15 +83,15 @@ def setup(args):
         torch.set_float32_matmul_precision("high")  # TF32: faster matrix products in fp32, since the A100
     plumbing.check_gpu(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # ddp: Gloo for tensors on the CPU
-    timeout = timedelta(seconds=args.timeout)
     # torchrun: has set MASTER_ADDR, MASTER_PORT and RANK, by which the processes find each other here
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
     return device
 
 
 def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
     """Train to the end of an epoch; return mean loss, samples, both over all processes, and seconds."""
     ddp_model.train()
+    loss_function = torch.compile(token_loss) if args.compile else token_loss  # compiled: without copies of logits
     start = time.perf_counter() - progress["seconds"]
     sums = progress["sums"]  # loss, tokens: a checkpoint within the epoch has them, too
     first = progress["step"] * args.gradient_accumulation_steps + 1  # numbers count the batches of the whole run
@@ -104,7 +105,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
         ddp_model.require_backward_grad_sync = completes_step  # accumulation: averages only then, as no_sync() does
         with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
             logits = ddp_model(tokens, use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1).to(DTYPES[args.precision]), targets.flatten())
+        loss = loss_function(logits, targets, DTYPES[args.precision])
         # ddp: averages the gradients over all processes. lora: only the adapters have some
         (loss / args.gradient_accumulation_steps).backward()
         plumbing.note_loss(train_loader, loss)  # the first that is not finite: `check_results` then stops the run
@@ -139,6 +140,7 @@ def learning_rate(args, step):
 
 
 @torch.no_grad()
+@plumbing.uncompiled  # its last batch may be smaller, and would have to be compiled anew
 def evaluate(args, model, test_loader, device):
     """Return test loss of a token and perplexity, over all processes; not with DDP, as shards may differ by a batch."""
     model.eval()
@@ -147,8 +149,7 @@ def evaluate(args, model, test_loader, device):
         tokens, targets = tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
             logits = model(tokens, use_cache=False).logits
-        losses = F.cross_entropy(logits.flatten(0, 1).to(DTYPES[args.precision]), targets.flatten(), reduction="none")
-        sums[0] += losses.double().sum()
+        sums[0] += token_loss(logits, targets, DTYPES[args.precision], "none").double().sum()
         sums[1] += (targets != -100).sum()  # cross_entropy leaves out what is -100
     dist.all_reduce(sums)  # ddp: sum over all processes; the mean of their perplexities would be another number
     loss = (sums[0] / sums[1]).item()
@@ -246,7 +247,7 @@ def main(args):
 
     # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
     model = load_model(args).to(device)
-    optimizer = torch.optim.AdamW(trained_weights(model).values(), args.lr)  # lora: its state, too, is small
+    optimizer = torch.optim.AdamW(trained_weights(model).values(), args.lr, fused=device.type == "cuda")
     progress = resume(args, model, optimizer, device)
     # ddp: shares the weights of `model`, and averages their gradients over all processes in the backward pass
     # lora: only those of the adapters. Rank 0 sends the frozen weights once, here; buffers are constants, never sent
@@ -254,6 +255,8 @@ def main(args):
     ddp_model = DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)
     # DDP regroups gradients after its first backward pass: one now, on zeros shaped as the input, keeps resumes exact
     plumbing.fix_summation_order(ddp_model, torch.zeros(1, args.context, device=device, dtype=torch.long))
+    if args.compile:
+        plumbing.compile_in_place(args, model)  # DDP calls it, compiled from now on; its weights keep their names
 
     # Train.
     plumbing.print_header(args, f"{args.model} in {args.model_dir} on {args.text_file}", device, progress)

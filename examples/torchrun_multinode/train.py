@@ -24,8 +24,7 @@ import plumbing
 from common import data
 from common.models import ConvNet
 
-# The dtype of weights and inputs. With bf16 the weights stay in fp32, and autocast computes in bf16.
-DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}  # of the weights; bf16: autocast
 
 
 def parse_args():
@@ -44,6 +43,7 @@ def parse_args():
     parser.add_argument("--precision", choices=DTYPES, default="fp32", help="bf16: mixed precision; fp64: for tests")
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
     parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
+    parser.add_argument("--compile", action="store_true", help="faster on GPUs: see docs/compile.md of the repository")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
     parser.add_argument("--keep-epochs", type=int, metavar="N", help="keep N epochs' checkpoints, and the best")
     parser.add_argument("--checkpoint-every", type=plumbing.steps_or_minutes, help="also save every 500 (steps), 10min")
@@ -122,6 +122,7 @@ def learning_rate(args, step):
 
 
 @torch.no_grad()
+@plumbing.uncompiled  # its last batch may be smaller, and would have to be compiled anew
 def evaluate(args, model, test_loader, device):
     """Return the mean test loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
@@ -186,12 +187,14 @@ def main(args):
     # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
     torch.manual_seed(args.seed)
     model = ConvNet().to(device, DTYPES[args.precision])
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=device.type == "cuda")
     progress = resume(args, model, optimizer, device)
     # ddp: shares the weights of `model`, and averages their gradients over all processes in the backward pass
     ddp_model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     # DDP regroups gradients after its first backward pass: one now, on zeros shaped as the input, keeps resumes exact
     plumbing.fix_summation_order(ddp_model, torch.zeros(1, 1, 28, 28, device=device, dtype=DTYPES[args.precision]))
+    if args.compile:
+        plumbing.compile_in_place(args, model)  # DDP calls it, compiled from now on; its weights keep their names
 
     # Train.
     plumbing.print_header(args, f"{type(model).__name__} on {args.data_name}", device, progress)

@@ -16,6 +16,14 @@ from image_files import what_it_is
 NAMES = models.list_models(module=models)
 
 
+def check_args(parser, args):
+    """Refuse what PyTorch cannot do."""
+    if args.sync_batchnorm and not torch.cuda.is_available():
+        parser.error("--sync-batchnorm needs GPUs: PyTorch has no SyncBatchNorm for CPUs. Use a larger --batch-size")
+    if args.compile and args.gradient_checkpointing:  # the second computation of a block leaves its statistics alone
+        parser.error("--compile cannot compile what --gradient-checkpointing computes twice: leave one of the two out")
+
+
 def make(name, classes, image_size):
     """Return a classifier, with random weights. Raises DataError if the images are too small for it.
 

@@ -23,6 +23,7 @@ import tarfile
 import tempfile
 import unicodedata
 from collections import defaultdict
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,16 +117,10 @@ class Images(Dataset):
     same random augmentation, in whichever process. Raises DataError if the file cannot be read or decoded.
     """
 
-    def __init__(self, source, files, transform):
-        """Keep files, a list of (path, label, offset, size), the offset with the number of a tar above its BITS.
-
-        `source` is a folder, or the paths of tars and their file descriptors.
-        """
+    def __init__(self, source, arrays, transform):
+        """Keep what `as_arrays` returns; `source` is a folder, or the paths of tars and their file descriptors."""
         self.source, self.transform = source, transform
-        # Arrays, not a list: workers share memory with this process until it is written to, and reading an entry of a
-        # list writes its reference count.
-        self.paths = np.array([os.fsencode(file[0]) for file in files])
-        self.labels, self.offsets, self.sizes = (np.array([file[i] for file in files]) for i in (1, 2, 3))
+        self.paths, self.labels, self.offsets, self.sizes = arrays
 
     def __len__(self):
         return len(self.labels)
@@ -171,6 +166,16 @@ class Images(Dataset):
             reason = getattr(error, "strerror", None) or error
             rest = f"python image_files.py {self.where(index)} names all that are"
             raise DataError(f"{self.name(index)} is damaged ({reason}): replace it, or remove it; {rest}") from None
+
+
+def as_arrays(files):
+    """Return arrays of paths, labels, offsets and sizes, from a list that has these four of each file.
+
+    In a tar the offset has the number of the tar above its BITS. Not the list itself: workers share memory with this
+    process until it is written to, and reading an entry of a list writes its reference count.
+    """
+    paths = np.array([os.fsencode(file[0]) for file in files])
+    return paths, *(np.array([file[i] for file in files]) for i in (1, 2, 3))
 
 
 def with_seeds(sampler, seed, epoch):
@@ -390,38 +395,50 @@ def find_roots(tree):
 
 def find(path, open_tar):
     """Return the source of Images for a folder, a tar or a folder of tars, and a Listing; open_tar(path) opens one."""
-    path, listing = Path(path), Listing()
-    if path.is_dir() and not (tars := tars_in(path)):
+    source = open_source(Path(path), open_tar)
+    return source, list_source(Path(path), source)
+
+
+def open_source(path, open_tar):
+    """Return the source of Images: the folder, or the paths of tars and their file descriptors."""
+    if path.is_dir() and not tars_in(path):
+        return path
+    if not path.is_dir() and not path.is_file():
+        raise DataError(
+            f"there is no {path}: --data-dir is a folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or a tar of one, "
+            "or a folder of such tars; python make_images.py writes an example, images/"
+        )
+    tars, opened = tars_in(path) if path.is_dir() else [path], []
+    for tar in tars:
+        try:
+            opened.append(open_tar(tar))
+        except OSError as error:
+            raise DataError(f"{tar} cannot be read ({error.strerror})") from None
+    return tars, opened
+
+
+def list_source(path, source):
+    """Return the Listing of a source."""
+    listing = Listing()
+    if isinstance(source, Path):
         listing.left_out["hidden"] += [name for name in os.listdir(path) if is_hidden(name)]
         listing.top += [name for name in os.listdir(path) if not is_hidden(name)]
         for part in PARTS:
             if (path / part).is_dir():
                 listing.walk_folder(f"{part}/", path / part)
         listing.check_links(path, "mend or remove them")
-        return path, listing
+        return listing
     if path.is_dir():
-        others = sorted({entry.name for entry in path.iterdir()} - {tar.name for tar in tars})
+        others = sorted({entry.name for entry in path.iterdir()} - {tar.name for tar in source[0]})
         for name in others:
             listing.left_out["hidden" if is_hidden(name) else f"beside the tars in {path}"].append(name)
-    elif path.is_file():
-        tars = [path]
-    else:
-        raise DataError(
-            f"there is no {path}: --data-dir is a folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or a tar of one, "
-            "or a folder of such tars; python make_images.py writes an example, images/"
-        )
-    opened = []
-    for number, tar in enumerate(tars):
-        try:
-            opened.append(open_tar(tar))
-        except OSError as error:
-            raise DataError(f"{tar} cannot be read ({error.strerror})") from None
-        listing.walk_tar(read_tree(tar, opened[-1]), number)
+    for number, (tar, opened) in enumerate(zip(*source, strict=True)):
+        listing.walk_tar(read_tree(tar, opened), number)
         listing.check_links(tar, "their files are not in this tar; make it with tar --dereference -cf")
         if listing.twice:  # one of the two would be lost
             other = f"another tar in {path}" if number else "another folder in it"
             raise DataError(f"{tar}: {other} has {shown(min(listing.twice))}, too: give one of them another name")
-    return (tars, opened), listing
+    return listing
 
 
 def open_in_place(path):
@@ -466,24 +483,59 @@ def class_names(path, listing):
 def load(path, size):
     """Return the training set, the test set, and the names of the classes; images have `size` x `size` pixels.
 
-    All processes of torchrun call it: a tar is copied to the own disk of each node once, see `stage`. Raises DataError
-    if there is nothing at `path`, or if the two parts do not have the same classes with at least one file each. Rank 0
-    prints what was left out.
+    All processes of torchrun call it: a tar is copied to the own disk of each node once, see `stage`, and rank 0 alone
+    reads what there is. Raises DataError if there is nothing at `path`, or if the two parts do not have the same
+    classes with at least one file each. Rank 0 prints what was left out.
     """
     if size > LARGEST:
         raise DataError(f"--image-size {size} is above {LARGEST}: 224 is usual; cut larger images into tiles")
     path = Path(path)
-    source, listing = find(path, stage if path.is_file() else open_in_place)
-    names, sets = class_names(path, listing), []
-    labels = {name: label for label, name in enumerate(names)}
-    order = sorted(listing.images, key=lambda image: (unicodedata.normalize("NFC", image), image))
-    for part, transform in zip(PARTS, (train_transform(size), test_transform(size)), strict=True):
-        files = [image for image in order if image.startswith(f"{part}/")]
-        listed = [(image, labels[class_of(image)], *listing.images[image]) for image in files]
-        sets.append(Images(source, listed, transform))
-    if (left_out := listing.describe()) and not (dist.is_initialized() and dist.get_rank()):
+    source = open_source(path, stage if path.is_file() else open_in_place)
+    names, parts, sizes, left_out = from_rank_0(lambda: list_parts(path, source))
+    if (own := sizes_of(source)) != sizes:
+        raise DataError(f"{path} on {os.uname().nodename} has {own} bytes, on the node of rank 0 {sizes}: copy it anew")
+    sets = [Images(source, *two) for two in zip(parts, (train_transform(size), test_transform(size)), strict=True)]
+    if left_out and not (dist.is_initialized() and dist.get_rank()):
         print(f"{shown(path)}: {len(sets[0])} images of {len(names)} classes{left_out}")
     return *sets, names
+
+
+def list_parts(path, source):
+    """Return the names of the classes, the arrays of each part, the sizes of the tars, and what was left out."""
+    listing = list_source(path, source)
+    names, parts = class_names(path, listing), []
+    labels = {name: label for label, name in enumerate(names)}
+    order = sorted(listing.images, key=lambda image: (unicodedata.normalize("NFC", image), image))
+    for part in PARTS:
+        files = [image for image in order if image.startswith(f"{part}/")]
+        parts.append(as_arrays([(image, labels[class_of(image)], *listing.images[image]) for image in files]))
+    return names, parts, sizes_of(source), listing.describe()
+
+
+def sizes_of(source):
+    """Return the sizes of the tars of a source, as text: on each node they have to be the same files."""
+    return "" if isinstance(source, Path) else " + ".join(str(os.fstat(tar).st_size) for tar in source[1])
+
+
+def from_rank_0(compute):
+    """Return, in each process, what compute() returns in rank 0, or raise the DataError that it raises there.
+
+    So hundreds of processes do not all read the names in a folder, or the heads in a tar, from one file system. The
+    others wait for that. It may take longer than --timeout, which is for what all do together.
+    """
+    if not dist.is_initialized():
+        return compute()
+    patient, found = dist.new_group(backend="gloo", timeout=timedelta(days=7)), [None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = compute()
+        except DataError as error:
+            found[0] = error
+    dist.broadcast_object_list(found, group=patient)
+    dist.destroy_process_group(patient)
+    if isinstance(found[0], DataError):
+        raise found[0]
+    return found[0]
 
 
 def find_images(folder):
@@ -556,7 +608,8 @@ def main():
     except DataError as error:
         parser.error(str(error))
     damaged = 0
-    for text in DataLoader(Damage(source, files, None), batch_size=None, num_workers=len(os.sched_getaffinity(0))):
+    loading = {"num_workers": len(os.sched_getaffinity(0)), "multiprocessing_context": "fork"}  # with the open tars
+    for text in DataLoader(Damage(source, as_arrays(files), None), batch_size=None, **loading):
         if text:
             damaged += 1
             print(text)

@@ -50,8 +50,12 @@ def parse_args():
 
 def class_names(path):
     """Return the names of the classes in what a run was trained on, for one whose run.json does not have them yet."""
-    _, listing = image_files.find(path, image_files.open_in_place)
-    return image_files.class_names(path, listing)
+
+    def find():
+        _, listing = image_files.find(path, image_files.open_in_place)
+        return image_files.class_names(path, listing)
+
+    return image_files.from_rank_0(find)
 
 
 def load_model(args, device):
@@ -167,9 +171,7 @@ def main(args):
     model, settings, names, checksum = load_model(args, device)
 
     # Who does what: rank 0 looks what there is, so that all processes see the same images and the same missing parts.
-    found = [image_files.find_images(args.images) if rank == 0 else None]
-    dist.broadcast_object_list(found)
-    paths, left_out = found[0]
+    paths, left_out = image_files.from_rank_0(lambda: image_files.find_images(args.images))
     facts = {"images": len(paths), "paths": zlib.crc32("\n".join(paths).encode(errors="surrogateescape"))}
     facts |= {"model": checksum, "part": args.part, "batch_size": args.batch_size}
     found = [missing_parts(args, facts) if rank == 0 else None]
@@ -184,7 +186,7 @@ def main(args):
     mine = missing[rank :: args.world_size]
     parts = {number: range(number * args.part, min((number + 1) * args.part, len(paths))) for number in mine}
     batches = {number: list(BatchSampler(part, args.batch_size, drop_last=False)) for number, part in parts.items()}
-    files = [(path, 0, 0, 0) for path in paths]
+    files = image_files.as_arrays([(path, 0, 0, 0) for path in paths])
     image_set = image_files.Images(args.images, files, image_files.test_transform(settings["image_size"]))
     loading = {"num_workers": args.workers, "worker_init_fn": image_files.prepare_worker}
     sampler = [batch for number in mine for batch in batches[number]]

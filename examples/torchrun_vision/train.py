@@ -57,6 +57,7 @@ def parse_args():
     parser.add_argument("--prefetch", type=int, default=2, help="batches that each worker reads ahead")
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
     parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
+    parser.add_argument("--compile", action="store_true", help="faster on GPUs: see docs/compile.md of the repository")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
     parser.add_argument("--checkpoint-every", type=plumbing.steps_or_minutes, help="also save every 500 (steps), 10min")
     parser.add_argument("--log-to", choices=logs.NAMES, help="also write the metrics for these")
@@ -67,8 +68,7 @@ def parse_args():
     plumbing.check_args(parser, args)
     plumbing.share_batch(args)
     logs.check_args(parser, args)
-    if args.sync_batchnorm and not torch.cuda.is_available():
-        parser.error("--sync-batchnorm needs GPUs: PyTorch has no SyncBatchNorm for CPUs. Use a larger --batch-size")
+    classifiers.check_args(parser, args)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
     return args
@@ -95,6 +95,7 @@ def setup(args):
 def train_one_epoch(args, ddp_model, train_loader, parts, device, progress):
     """Train to the end of an epoch; return mean loss, samples, both over all processes, and seconds."""
     ddp_model.train()
+    torch.backends.cudnn.benchmark = True  # GPUs: tries once which kernels suit this batch best, for some seconds
     optimizer, scaler = parts["optimizer"], parts["scaler"]
     start = time.perf_counter() - progress["seconds"]
     sums = progress["sums"]  # loss, samples: a checkpoint within the epoch has them, too
@@ -153,9 +154,11 @@ def cosine(args, step):
 
 
 @torch.no_grad()
+@plumbing.uncompiled  # its last batch may be smaller, and would have to be compiled anew
 def evaluate(args, model, test_loader, device):
     """Return the mean test loss, and the top-1 and top-5 accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
+    torch.backends.cudnn.benchmark = False  # the last batch may be smaller: it would be tried for, too
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, correct, correct among the first 5, samples
     for images, labels in test_loader:
         images = images.to(device, non_blocking=True, memory_format=torch.channels_last)
@@ -221,7 +224,7 @@ def make_parts(args, classes, device):
     if args.sync_batchnorm:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # ddp: over the batches of all processes
     model = model.to(device, DTYPES[args.precision], memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=device.type == "cuda")
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")  # small gradients would become 0
     return {"model": model, "optimizer": optimizer, "scaler": scaler}
 
@@ -234,7 +237,6 @@ def main(args):
     plumbing.end_with_loader_workers()
     device, rank = setup(args), dist.get_rank()
 
-    # Data
     train_set, test_set, args.classes = image_files.load(args.data_dir, args.image_size)  # in run.json, too
     args.data = f"{len(train_set)} images of {len(args.classes)} classes"  # a checkpoint is for these
     # ddp: shuffled shards of equal length, so that all processes take the same number of steps
@@ -251,6 +253,8 @@ def main(args):
     ddp_model.broadcast_buffers = False  # ddp: not BatchNorm's statistics of rank 0: train_one_epoch averages them
     zeros = torch.zeros(1, 3, args.image_size, args.image_size, device=device, dtype=DTYPES[args.precision])
     plumbing.fix_summation_order(ddp_model, zeros)  # so that a resumed run has the same bits; the shape is the input's
+    if args.compile:
+        plumbing.compile_in_place(args, model)
 
     # Train.
     plumbing.print_header(args, f"{plumbing.model_name(args, model)} on {args.data_dir}", device, progress)

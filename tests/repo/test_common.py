@@ -202,6 +202,19 @@ def test_too_many_random_tokens() -> None:
         data.markov_tokens(10**12)
 
 
+def test_random_tokens() -> None:
+    """A vocabulary of 256 gives the Markov chain; any other one its own tokens, equally likely, and their entropy."""
+    assert torch.equal(data.random_tokens(1000, 256)[0], data.markov_tokens(1000)[0])
+    for vocabulary in (2, 1000, 50_304):
+        tokens, entropy = data.random_tokens(300_000, vocabulary)
+        assert torch.equal(tokens, data.random_tokens(300_000, vocabulary)[0])
+        assert entropy == pytest.approx(torch.tensor(float(vocabulary)).log().item(), rel=1e-6)
+        assert 0 <= tokens.min() <= vocabulary * 0.01 and vocabulary * 0.99 - 1 <= tokens.max() < vocabulary
+        assert tokens.double().mean().item() == pytest.approx((vocabulary - 1) / 2, rel=0.01)
+    with pytest.raises(data.DataError, match="use at most 10000000000"):
+        data.random_tokens(10**12, 1000)
+
+
 def test_markov_entropy() -> None:
     """The entropy it names is that of the tokens: their own bigram statistics give the same figure."""
     tokens, entropy = data.markov_tokens(1_000_000)

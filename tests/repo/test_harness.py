@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib.util
 import os
 import re
 import runpy
@@ -352,3 +353,12 @@ def test_refused_by_nox(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
 
     with pytest.raises(SystemExit, match=re.escape(says)):
         noxfile()["run_tests"](Session(), "ddp_spawn", "smoke")
+
+
+def test_rows_are_the_same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an example promises does not depend on what is installed where it is tested."""
+    rows = []
+    for found in (None, object()):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_, found=found: found)
+        rows.append(repr(runpy.run_path(launchers.__file__)["LAUNCHERS"]))
+    assert rows[0] == rows[1]

@@ -4,15 +4,23 @@ The shipped functions run in one process, each rank in its own threads; only the
 which they would tell each other where they stand, are made up.
 """
 
+import fcntl
 import importlib.util
+import os
+import shutil
+import sys
 import time
 from argparse import Namespace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from harness import runs
 from harness.launchers import ROOT
 from harness.processes import wait_until
+
+HANGS = ROOT / "examples" / "torchrun_multinode" / "hangs.py"
 
 FASTER = 80  # times the speed of the real clock
 RANKS = 8
@@ -39,7 +47,7 @@ class Store(dict):
 
 def shipped(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> ModuleType:
     """Return hangs.py as the examples have it, with a fast clock and a store of this process."""
-    spec = importlib.util.spec_from_file_location("hangs", ROOT / "examples" / "torchrun_multinode" / "hangs.py")
+    spec = importlib.util.spec_from_file_location("hangs", HANGS)
     hangs = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hangs)
     store = Store()
@@ -77,3 +85,59 @@ def test_missing_names_the_one_rank(monkeypatch: pytest.MonkeyPatch, drift: floa
     (verdict,) = [line for line in said if line.startswith("missing:")]
     assert verdict.startswith("missing: rank 5 on node2 (no answer"), verdict
     assert "waiting: rank 0, 1, 2, 3, 4, 6, 7 in gloo:all_reduce number 7" in verdict
+
+
+# What a program may wait for before it trains, without a limit: what its line then begins with.
+BEFORE = {
+    "a file that does not answer": "open('pipe')",
+    "another process's lock": "fcntl.lockf(open('lock', 'w'), fcntl.LOCK_EX)",
+    "a lock file that a killed process has left": "while os.path.exists('lock'): time.sleep(0.01)",
+    "a server that does not answer": "socket.create_connection(server.getsockname()).recv(1)",
+    "a program": "subprocess.run(['sleep', '600'])",
+    "a thread": "threading.Event().wait()",
+    "nothing: it computes": "while True: pass",
+}
+START = """
+import argparse, fcntl, os, socket, subprocess, threading, time
+import hangs
+
+server = socket.create_server(("127.0.0.1", 0))
+hangs.watch_start(argparse.Namespace(timeout=1))
+def load_data():
+    {waits}
+load_data()
+"""
+
+
+@pytest.mark.parametrize("what", BEFORE)
+def test_before_training(tmp_path: Path, what: str) -> None:
+    """A process that comes to no training says where it stands, before the others give up."""
+    shutil.copy(HANGS, tmp_path)
+    (tmp_path / "train.py").write_text(START.format(waits=BEFORE[what]))
+    os.mkfifo(tmp_path / "pipe")
+    with open(tmp_path / "lock", "w") as held:
+        fcntl.lockf(held, fcntl.LOCK_EX)
+        run = runs.Run([sys.executable, "train.py"], tmp_path, {"RANK": "3"})
+        try:
+            wait_until(lambda: "training" in Path(run.errors.name).read_text(), 60, "a line")
+        finally:
+            run.end()
+    (line,) = run.stderr.splitlines()
+    assert f"rank 3] training has not begun after 1 s (--timeout 1): train.py:8, load_data: {BEFORE[what]}" in line
+
+
+@pytest.mark.parametrize(("seconds", "lines"), [(200, 0), (290, 1), (400, 1)])
+def test_a_long_start(monkeypatch: pytest.MonkeyPatch, seconds: int, lines: int) -> None:
+    """A start that takes long and ends well is told once, and so is its end; from then on steps count."""
+    said: list[str] = []
+    hangs = shipped(monkeypatch, said)
+    args, progress = Namespace(timeout=300), {"step": 0}
+    hangs.watch_start(args)
+    time.sleep(seconds / FASTER)
+    hangs.watch(args, progress, 0, ["node0"])
+    for _ in range(40):  # seconds: what waits for a step looks every 5
+        progress["step"] += 1
+        time.sleep(1 / FASTER)
+    began = [line for line in said if line.startswith("training has not begun after 2")]
+    assert len(began) == lines and len(said) == 2 * lines, said
+    assert not lines or (said[1].startswith("training begins after ") and "gloo:all_reduce number 7" in said[0])

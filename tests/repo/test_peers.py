@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import hashlib
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from benchmarks import peers, public_scripts
+from benchmarks.edits import Edit, Source
 from harness import outputs
 from harness.launchers import EXAMPLES, ROOT
 
@@ -45,10 +47,8 @@ lines = ["epoch,samples_per_second", "1,1"] + [f"{{epoch}},{{speed}}" for epoch 
 pathlib.Path("output", "metrics.csv").write_text("\\n".join(lines) + "\\n")
 """
 CLOCK = public_scripts.clock("True", "250")
-EDITS = [
-    (1, '"cuda"', '"cpu"'),
-    (1, "    train = True\n", f"    {CLOCK}    train = True\n    {CLOCK}"),
-]
+DEVICE = Edit(3, 17, 4, "cpu")
+CLOCKS = [Edit(7, 0, 0, f"    {CLOCK}"), Edit(8, 0, 0, f"    {CLOCK}")]
 
 
 def git(folder: Path, *words: str) -> str:
@@ -71,8 +71,12 @@ def github(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     commit = git(folder, "rev-parse", "HEAD").strip()
     git(folder, "rm", "-r", "sub")
     git(folder, "commit", "-m", "Now it is gone")
+
+    def files(*edits: Edit, text: str = THEIRS) -> dict[str, Source]:
+        return {"sub/theirs.py": Source(hashlib.sha256(text.encode()).hexdigest(), edits)}
+
     good = public_scripts.Peer(
-        "some/scripts", commit, ("ddp_spawn",), "python theirs.py {epochs}", {"sub/theirs.py": EDITS}
+        "some/scripts", commit, ("ddp_spawn",), "python theirs.py {epochs}", files(DEVICE, *CLOCKS)
     )
 
     def change(**changes: object) -> public_scripts.Peer:
@@ -80,9 +84,9 @@ def github(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     table = {
         "good": good,
-        "fails": change(files={"sub/theirs.py": EDITS[1:]}),
-        "changed": change(files={"sub/theirs.py": [*EDITS, (1, "sys", "os")]}),
-        "silent": change(files={"sub/theirs.py": EDITS[:1]}),
+        "fails": change(files=files(*CLOCKS)),
+        "changed": change(files=files(DEVICE, *CLOCKS, text=THEIRS.replace("sys", "os"))),
+        "silent": change(files=files(DEVICE)),
         "unknown": change(command="no-such-launcher theirs.py"),
     }
     monkeypatch.setattr(peers, "PEERS", table)
@@ -138,7 +142,7 @@ def test_table(github: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert all(rows[name][0][:4] == ["", "", "ddp_spawn, fp32", "938 images/s"] for name in remarks)
     assert remarks["fails"] == "fails failed: AssertionError: no GPU / here (see peers-fails.log)"
     assert "assert DEVICE" in (output / "peers-fails.log").read_text()
-    assert "script is not the one that this edit was written for: it says 'sys' 2 times, not 1" in remarks["changed"]
+    assert "sub/theirs.py is not the file that our edits were written for: its SHA-256 is " in remarks["changed"]
     assert remarks["silent"] == "silent failed: it printed the time 0 times in 3 epochs"
     assert re.match("unknown failed: .*no-such-launcher.*No such file", remarks["unknown"]), remarks["unknown"]
 
@@ -223,9 +227,10 @@ def test_rows_of_the_benchmark() -> None:
     assert {name for peer in rows for name in peer.ours} == set(EXAMPLES).difference(later)
     for peer in rows:
         assert re.fullmatch("[0-9a-f]{40}", peer.commit)
-        edits = [edit for edits in peer.files.values() for edit in edits]
-        assert sum(new.count("clock: ") - old.count("clock: ") for _, old, new in edits) == 2
-        assert all(times > 0 and old != new for times, old, new in edits)
+        assert all(re.fullmatch("[0-9a-f]{64}", source.sha256) for source in peer.files.values())
+        edits = [edit for source in peer.files.values() for edit in source.edits]
+        assert sum(edit.text.count("clock: ") for edit in edits) == 2
+        assert all(edit.removed or edit.text for edit in edits)
     commits = {(peer.repository, peer.commit) for peer in rows}
     assert len(commits) == len({repository for repository, _ in commits})  # a repository is fetched at one commit
     assert set(public_scripts.WORKS) <= {name for peer in rows for name in peer.ours}

@@ -155,6 +155,26 @@ def test_measured() -> None:
     assert GROUPS > 1
 
 
+def test_votes() -> None:
+    """What a vote of up to 256 ranks took is a ring's messages, to a fifth, with the latency of 32 ranks' messages.
+
+    By halving and doubling it would have been much less; the model takes rings for Gloo, and only for it.
+    """
+    from benchmarks.scale import CLUSTERS, collective, exchange
+
+    (head, table) = PAGE.read_text().split("| ranks | s to join |")[1].split("|---|\n", 1)
+    rows = [line.strip("| ").split(" | ") for line in table.partition("\n\n")[0].splitlines()]
+    measured = {int(row[0]): float(row[2]) for row in rows}
+    assert "s for a vote" in head and list(measured) == [32, 64, 128, 256, 512]
+    latency = measured[32] / collective("all_reduce", 32, 0, 1, 1, "ring")
+    for ranks, seconds in measured.items():
+        assert ranks == 512 or collective("all_reduce", ranks, 0, latency, 1, "ring") == pytest.approx(seconds, rel=0.2)
+        assert collective("all_reduce", ranks, 0, latency, 1, "halving") < seconds / 5
+    gloo, nccl = CLUSTERS["ethernet"], replace(CLUSTERS["h100"], processors=1)
+    assert exchange("all_reduce", 512, 0, gloo) == collective("all_reduce", 512, 0, gloo.latency, 1, "ring")
+    assert exchange("all_reduce", 512, 0, nccl) == collective("all_reduce", 512, 0, nccl.latency, 1, "halving")
+
+
 def test_page() -> None:
     """The page's tables are what its commands print, and the measured rows beside the model."""
     from benchmarks import report

@@ -180,7 +180,7 @@ def test_id_that_comes_again(tmp_path: Path, case: str) -> None:
     variables, goes_on = AGAIN[case]
     touch(tmp_path, "train.py")
     assert job(tmp_path).returncode == 0
-    before = {path: path.read_bytes() for path in (tmp_path / "output").rglob("*") if path.is_file()}
+    before = files_in(tmp_path / "output")
     (tmp_path / "train.py").write_text("the new program")
     run = job(tmp_path, **variables)
     if goes_on:
@@ -188,7 +188,76 @@ def test_id_that_comes_again(tmp_path: Path, case: str) -> None:
         return
     assert run.returncode == 2 and run.stderr.startswith("run.slurm: error: output/7 is of another run with the id 7: ")
     assert run.stderr.endswith("OUTPUT_DIR=output/7 sbatch run.slurm\n") and run.stderr.count("\n") == 1
-    assert before == {path: path.read_bytes() for path in (tmp_path / "output").rglob("*") if path.is_file()}
+    assert before == files_in(tmp_path / "output")
+
+
+def files_in(folder: Path) -> dict[Path, bytes]:
+    """Return the files below a folder and their content, but for the note that a job was refused."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".refused"}
+
+
+@pytest.mark.parametrize("left", ["another job's", "a run's without SLURM", "a copy of another folder"])
+def test_refused_and_requeued(tmp_path: Path, left: str) -> None:
+    """A job that was refused for its id is refused again after `scontrol requeue`, until the folder is moved away."""
+    touch(tmp_path, "train.py")
+    if left == "another job's":
+        assert job(tmp_path).returncode == 0
+    elif left == "a copy of another folder":
+        assert job(tmp_path, SLURM_JOB_ID="6").returncode == 0
+        (tmp_path / "output/6").rename(tmp_path / "output/7")
+    else:
+        touch(tmp_path, "output/7/.lock", "output/7/checkpoint.pt")
+    before, later = files_in(tmp_path / "output"), "2026-12-24T1{}:00:00"
+    for restarts in "012":
+        run = job(tmp_path, SUBMITTED=later.format(restarts), SLURM_RESTART_COUNT=restarts)
+        assert run.returncode == 2 and "output/7 is of another run with the id 7: move it away" in run.stderr
+        assert before == files_in(tmp_path / "output")
+    assert job(tmp_path, SUBMITTED=later.format(3), SLURM_RESTART_COUNT="3", OUTPUT_DIR="output/7").returncode == 0
+
+    (tmp_path / "output/7").rename(tmp_path / "elsewhere")
+    for restarts in "34":
+        run = job(tmp_path, SUBMITTED=later.format(restarts), SLURM_RESTART_COUNT=restarts)
+        assert run.returncode == 0 and not list((tmp_path / "output").rglob("*.refused")), run.stderr
+
+
+def test_another_clusters_job_leaves_no_note(tmp_path: Path) -> None:
+    """The job whose folder it is goes on after a requeue, though one of the same id on another cluster was refused."""
+    touch(tmp_path, "train.py")
+    for variables, status in (
+        ({}, 0),
+        ({"SLURM_CLUSTER_NAME": "two"}, 2),
+        ({"SLURM_CLUSTER_NAME": "two", "SLURM_RESTART_COUNT": "1"}, 2),
+        ({"SLURM_RESTART_COUNT": "1", "SUBMITTED": "2026-11-27T10:00:00"}, 0),
+    ):
+        assert job(tmp_path, **variables).returncode == status
+
+
+# A job saves and is asked to stop; meanwhile another has come, which train.py refuses: what becomes of the first?
+BESIDE = """
+source ./plumbing.sh
+export output=output/7
+export job="$SLURM_JOB_ID" code=.
+scontrol() { echo "scontrol $*"; }
+claim_folder
+touch -d "2 seconds ago" "$output"/started*
+touch -d "1 second ago" "$output/checkpoint.pt"
+{second}
+touch "$output/stopped"
+run true
+"""
+
+
+@pytest.mark.parametrize("restarts", ["0", "1"])
+@pytest.mark.parametrize("second", ["", "9", "9_1", "10", "70"])
+def test_second_job_in_the_folder(tmp_path: Path, restarts: str, second: str) -> None:
+    """A job that was submitted into the folder of one that runs changes nothing of it: that is requeued all the same.
+
+    What the first had saved was before the other came; so it would be "no new checkpoint since the last restart".
+    """
+    other = f"(SLURM_JOB_ID={second} job={second} SLURM_RESTART_COUNT=0 claim_folder)" if second else ""
+    variables = FIRST | {"OUTPUT_DIR": "output/7", "SLURM_RESTART_COUNT": restarts}
+    run = shell(tmp_path, BESIDE.replace("{second}", other), **variables)
+    assert run.returncode == 0 and run.stdout == "run.slurm: requeueing job 7\n", run.stdout + run.stderr
 
 
 def test_id_that_comes_again_on_purpose(tmp_path: Path) -> None:

@@ -7,9 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -35,6 +39,9 @@ while ((epoch < 3)); do
     while [[ "$hold" && ! -e "$hold" ]]; do sleep 0.1; done
 done
 """
+# A process that gives itself a name.
+SLEEPS = "import ctypes, sys, time; name = bytes.fromhex(sys.argv[1]); ctypes.CDLL(None).prctl(15, name); "
+SLEEPS += "print(flush=True); time.sleep(600)"
 # What sweep.slurm puts before the command scontrol.
 FUNCTION = (ROOT / "sweep" / "sweep.slurm").read_text().split("\nscontrol()")[1].splitlines()[0]
 
@@ -170,6 +177,56 @@ def test_other_settings(tmp_path: Path, start: Callable[..., subprocess.Popen]) 
     assert refused.returncode == 2 and "needs an allocation: sbatch sweep.slurm" in refused.stderr
 
 
+# Programs in the place of a trial's run.slurm, which has a child, as srun is one; whether the child is then killed, and
+# whether the group of processes is.
+STUBBORN = {
+    "it ends when it is asked": ("trap 'kill $!; exit 0' USR1; sleep 600 & echo; wait", False, False),
+    "its child ends at SIGTERM": ("trap '' USR1; sleep 600 & echo; wait", True, False),
+    "its child ignores SIGTERM": ("trap '' USR1 TERM; sleep 600 & echo; wait", True, False),
+    "it goes on without its child": ("trap '' USR1; echo; sleep 600; while :; do sleep 0.1; done", True, True),
+    "it has no child": ("trap '' USR1; echo; exec sleep 600", False, True),
+}
+
+
+@pytest.mark.parametrize("case", STUBBORN)
+def test_stopped(sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """A run ends, whatever it ignores; its group is killed only while the run itself is one of it, and only once.
+
+    The number of a run that has ended may be that of another process of the same user, whose group would be killed.
+    """
+    script, child, group = STUBBORN[case]
+    for name, value in {"ENDS": 0.3, "INSISTS": 0.5}.items():
+        monkeypatch.setattr(sweep, name, value)
+    killed: list[int] = []
+    sweep_os = Namespace(kill=os.kill, killpg=lambda number, _: killed.append(number) or run.kill())
+    monkeypatch.setattr(sweep, "os", sweep_os)
+    with subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True) as run:
+        try:
+            run.stdout.readline()
+            if child:
+                wait_until(lambda: sweep.children(run.pid), 60, "its child")
+            children = sweep.children(run.pid)
+            sweep.Task.stop(Namespace(asked=False), run, tmp_path / "mark")
+            assert run.returncode is not None and killed == [run.pid] * group
+            assert not child or not [number for number in children if Path(f"/proc/{number}").exists()]
+        finally:
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name", [b"\xc3\xa9" * 7 + b"\xc3", b"\xff) R 1 (", b") Z 7 7\n", b"", b"\xf0\x9f\x98"])
+def test_children_beside_odd_names(sweep: ModuleType, tmp_path: Path, name: bytes) -> None:
+    """A process of anybody may have any name, of which the kernel keeps 15 bytes: children are found all the same."""
+    words = [sys.executable, "-c", SLEEPS, name.hex()]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as odd:
+        odd.stdout.readline()
+        try:
+            assert Path(f"/proc/{odd.pid}/comm").read_bytes() == name[:15] + b"\n"
+            assert odd.pid in sweep.children(os.getpid())
+        finally:
+            odd.kill()
+
+
 SETTINGS = {"space": {"lr": ["log", 1e-4, 1e-1]}, "metric": "test_loss", "maximize": False, "arguments": []}
 
 
@@ -177,6 +234,32 @@ SETTINGS = {"space": {"lr": ["log", 1e-4, 1e-1]}, "metric": "test_loss", "maximi
 def sweep() -> ModuleType:
     """The module of sweep.py."""
     return outputs.import_file(SWEEP)
+
+
+# In the place of an example that saves after an epoch: near the time limit it waits for that, and goes on.
+SLOW = r"""
+trap 'until [[ -e save ]] || ! kill -0 "$!"; do sleep 0.1; done 2>/dev/null; [[ ! -e save ]] || touch mark' USR1
+sleep 600 &
+touch ready
+wait "$!"
+wait "$!"
+"""
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["the time limit", "a bad trial"])
+def test_saves_late(sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+    """Near the time limit a save is waited for, however late it comes; nothing is waited for to end a bad trial."""
+    clock = SimpleNamespace(monotonic=count(0, 1000).__next__, sleep=time.sleep)  # each look at it is much later
+    if asked:
+        monkeypatch.setattr(sweep, "time", clock)
+    mark, save = tmp_path / "mark", threading.Timer(13, (tmp_path / "save").touch)
+    began = time.monotonic()
+    with subprocess.Popen(["bash", "-c", SLOW], cwd=tmp_path, start_new_session=True) as run:
+        wait_until((tmp_path / "ready").exists, 60, "the beginning")
+        if asked:
+            save.start()
+        sweep.Task.stop(SimpleNamespace(asked=asked), run, mark)
+    assert mark.exists() == asked and time.monotonic() - began < 40
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -212,3 +213,82 @@ def test_log_every(tmp_path: Path) -> None:
     gpus = {"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "1,3"}
     text = log(tmp_path, {"nvidia-smi": ANSWERS}, "\n", LOG_EVERY="60", **gpus).read_text()
     assert re.findall(r"^(\d+)\.00 1234\.0$", text, re.MULTILINE) == ["1800000000", "1800000060"]
+
+
+ROWS = "epoch,train_loss,test_loss,seconds,world_size\n1,2.0,2.0,1.0,2\n"
+
+
+def scratch(folder: Path) -> None:
+    """`output` is a link to a run on another file system."""
+    run(folder / "scratch/me")
+    link(folder / "project/output", "../scratch/me")
+
+
+def linked_run(folder: Path) -> None:
+    run(folder / "scratch/7")
+    (folder / "project/output").mkdir(parents=True)
+    link(folder / "project/output/7", str(folder / "scratch/7"))
+
+
+def loop(folder: Path) -> None:
+    run(folder / "project/output")
+    link(folder / "project/output/again", "../..")
+
+
+def both_ways(folder: Path) -> None:
+    run(folder / "project/output/7")
+    link(folder / "project/latest", "output/7")
+
+
+def linked_to_nothing(folder: Path) -> None:
+    run(folder / "project/output/7")
+    link(folder / "project/output/8", "gone")
+
+
+def data_set(folder: Path) -> None:
+    run(folder / "project/output/7")
+    for part in ("train", "val"):
+        run(folder / f"project/images/{part}/class")
+
+
+def environments(folder: Path) -> None:
+    run(folder / "project/output/7")
+    run(folder / "project/env/lib")
+    (folder / "project/env/pyvenv.cfg").touch()
+    run(folder / "project/other/site-packages/tool")
+
+
+def run(folder: Path) -> None:
+    """Write a run."""
+    folder.mkdir(parents=True)
+    (folder / "metrics.csv").write_text(ROWS)
+
+
+def link(path: Path, target: str) -> None:
+    """Make a symbolic link."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+# How runs lie below `project`, and which are found there.
+BELOW: dict[str, tuple[Callable[[Path], None], str]] = {
+    "output is a link": (scratch, "output"),
+    "a run is a link": (linked_run, "output/7"),
+    "a link leads back": (loop, "output"),
+    "a run has two paths": (both_ways, "latest"),
+    "a link to nothing": (linked_to_nothing, "output/7"),
+    "a data set": (data_set, "output/7"),
+    "environments": (environments, "output/7"),
+}
+
+
+@pytest.mark.parametrize("case", BELOW)
+def test_runs_are_found_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """The notebook and export.py find the same runs below a folder, each once, also behind links."""
+    make, expected = BELOW[case]
+    make(tmp_path)
+    monkeypatch.syspath_prepend(USAGE.parent)
+    top = tmp_path / "project"
+    (found,) = outputs.import_file(USAGE.with_name("export.py")).find_runs(top)
+    assert found.name == expected
+    assert list(outputs.import_file(USAGE).folders(top)) == [top / expected]

@@ -93,10 +93,13 @@ def test_no_progress(example: str, source: Path, lab: Lab, tmp_path: Path) -> No
     (folder / "train.py").write_text("import time\n\nprint('no progress', flush=True)\ntime.sleep(600)\n")
     job = submit(lab, example, folder)
     job.wait_for_line("no progress")
-    lab.timelimit(job.id)
+    job.limit_time(40)
+    lab.timelimit(job.id)  # the notice, as SLURM would give it at some moment: a save is waited for until 20 s are left
     wait_until(lambda: job.shown["Restarts"] == "1", 300, "the requeue", ASK_SLURM)
+    job.limit_time(3600)
     before = len(job.log)
     wait_until(lambda: "no progress" in job.log[before:], 300, "the second start")
+    job.limit_time(40)
     lab.timelimit(job.id)
     job.wait_for_line("raise --time")
     assert job.shown["JobState"] == "RUNNING" and job.shown["Restarts"] == "1"  # for the rest of its time

@@ -11,6 +11,7 @@ with values from 0 to 16, here in a fixed random order: 1,438 for training and 3
 import argparse
 import bisect
 import codecs
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -373,6 +374,19 @@ def markov_tokens(size: int, symbols: int = 32, seed: int = 0) -> tuple[torch.Te
     for i, draw in enumerate(torch.rand(size, generator=generator, dtype=torch.float64).tolist()):
         tokens[i] = state = bisect.bisect(rows[state], draw)
     return torch.frombuffer(tokens, dtype=torch.uint8), entropy
+
+
+def random_tokens(size: int, vocabulary: int, seed: int = 0) -> tuple[torch.Tensor, float]:
+    """Return `size` random tokens (size,) and their entropy in nats a token: for 256 those of markov_tokens.
+
+    For another vocabulary all its tokens are equally likely, int32: quickly made, for measuring how fast a model is.
+    """
+    if vocabulary == 256:
+        return markov_tokens(size, seed=seed)
+    if size > 10**10:
+        raise DataError(f"{size} random tokens would take {size * 4 // 10**9} GB of memory: use at most {10**10}")
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocabulary, (size,), generator=generator, dtype=torch.int32), math.log(vocabulary)
 
 
 def main() -> None:

@@ -1,0 +1,426 @@
+"""benchmarks/on_gpu.py: steps that end at their limit, results that are whole at any moment, and the table of them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_checks, gpu_figures, gpu_steps, gpu_table, on_gpu, on_gpu_files
+from benchmarks.gpu_steps import FAILED, LEFT_OUT, MEASURED, Results, Step
+from harness import gpus
+from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
+from harness.processes import finish, wait_until
+
+EMPTY: dict[str, str] = {}
+
+
+def bench(folder: Path, **changes: object) -> gpu_figures.Bench:
+    """Return what the steps share, for a machine that is none."""
+    given = {"sizes": gpu_figures.FULL, "seconds": 5, "tiny": False, "peak": 989.4, "gpus": 1, "processes": 1}
+    return gpu_figures.Bench(out=folder, work=folder, programs=folder, variables={}, cores=16, **(given | changes))
+
+
+def test_step_over_its_limit(tmp_path: Path) -> None:
+    """It is ended with all that it has started, also in another process group, and has a row that says so."""
+    script = "import subprocess, time; subprocess.Popen(['sleep', '987'], start_new_session=True); time.sleep(987)"
+
+    def run(limit: float) -> list[gpu_steps.Row]:
+        done = gpu_steps.run([sys.executable, "-c", script], tmp_path, tmp_path / "log", limit, EMPTY)
+        raise RuntimeError(done.why())
+
+    step = Step("slow", "slow", limit=1.5, needs=0, rows=("one", "other"), run=run)
+    rows = gpu_steps.carry_out(step, time.monotonic() + 60)
+    assert [(row["name"], row["state"]) for row in rows] == [("one", FAILED), ("other", FAILED)]
+    assert all("it was ended at its limit, 2 s" in row["reason"] for row in rows), rows
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert b"sleep\x00987\x00" not in lines
+    assert "ended at its limit" in (tmp_path / "log").read_text()
+
+
+def test_no_time_left(tmp_path: Path) -> None:
+    """A step that would not end in time is not begun, and its rows say what it would need."""
+    step = Step("late", "late", 100, 60, ("late",), run=lambda limit: pytest.fail("it was begun"))
+    (row,) = gpu_steps.carry_out(step, time.monotonic() + 30)
+    assert row["state"] == LEFT_OUT
+    assert re.fullmatch(r"time was up: it needs 60 s, and (29|30) s were left", row["reason"])
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "reason"),
+    [
+        (gpu_steps.LeftOut("there is no deepspeed"), LEFT_OUT, "there is no deepspeed"),
+        (KeyError("tokens"), FAILED, "KeyError: 'tokens'"),
+        (RuntimeError("it ended with 1: train.py: error: no"), FAILED, "RuntimeError: it ended with 1: "),
+    ],
+)
+def test_fault_of_one_step(error: Exception, state: str, reason: str) -> None:
+    """It becomes a row, and does not end the others."""
+
+    def run(limit: float) -> list[gpu_steps.Row]:
+        raise error
+
+    (row,) = gpu_steps.carry_out(Step("bad", "bad", 10, 0, ("bad",), run), time.monotonic() + 60)
+    assert row["state"] == state and row["reason"].startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Traceback\n  File x\ntrain.py: error: --lr must be above 0\nrank 0 failed\n", "train.py: error: --lr must"),
+        ("Traceback\nValueError: too small\nE1127 torchrun failed\n", "ValueError: too small"),
+        ("[rank0]: torch.OutOfMemoryError: CUDA out of memory\n[rank0]: more\n", "[rank0]: torch.OutOfMemoryError"),
+        ("killed\n---\n", "killed"),
+        ("", "nothing was printed"),
+    ],
+)
+def test_last_words(text: str, words: str) -> None:
+    """Of a log, the line that says why it failed."""
+    assert gpu_steps.last_words(text).startswith(words)
+
+
+def test_plan() -> None:
+    """Each step and each row has a name of its own; every public script stands beside one figure."""
+    plan = on_gpu.make_plan(bench(Path("/nowhere")))
+    names = [step.name for step in plan]
+    rows = [row for step in plan for row in step.rows]
+    assert len(set(names)) == len(names) and len(set(rows)) == len(rows)
+    assert {figure.example for figure in gpu_figures.FIGURES} == {name for name in EXAMPLES if LAUNCHERS[name].gpus}
+    assert set(gpu_checks.GOALS) <= {figure.name for figure in gpu_figures.FIGURES}
+    if find_spec("benchmarks.gpu_peers"):
+        from benchmarks import gpu_peers
+
+        beside = [name for name in names if name.startswith("script-")]
+        assert sorted(beside) == sorted(f"script-{script.name}" for script in gpu_peers.SCRIPTS)
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ("--only preflight tests", ["sanity", "tests", "preflight"]),
+        ("--only preflight tests --in-order", ["sanity", "preflight", "tests"]),
+        ("--only profile-vision tests", ["sanity", "prepare", "tests", "profile-vision"]),
+        ("--only tests profile --without profile-vision", ["sanity", "tests", "profile-fsdp"]),
+        ("--only profile tests --without profile-vision --in-order", ["sanity", "profile-fsdp", "tests"]),
+    ],
+)
+def test_chosen(words: str, steps: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--only and --without name steps or groups; what all need comes first, and data only where a step reads them."""
+    monkeypatch.setattr(sys, "argv", ["on_gpu.py", "--out", str(tmp_path / "new"), *words.split()])
+    plan = on_gpu.chosen(on_gpu.make_plan(bench(tmp_path)), on_gpu.read_args())
+    assert [step.name for step in plan] == steps
+
+
+def test_words_are_flags(tmp_path: Path) -> None:
+    """Each flag of a figure is one of its train.py, or is among those that an older one lacks, and then is named."""
+    for figure in gpu_figures.FIGURES:
+        text = (ROOT / "examples" / figure.example / "train.py").read_text()
+        words = re.findall(r"--[\w-]+", f"{gpu_figures.GROUP_WORDS[figure.group]} {figure.words}")
+        lacking = [word for word in words if f'"{word}"' not in text]
+        assert set(lacking) <= set(gpu_figures.NEWER), (figure.name, lacking)
+        if lacking:
+            assert f"train.py of {figure.example} has no " in bench(tmp_path).why_not(figure)
+
+
+@pytest.mark.parametrize(
+    ("card", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("stand-in", None),
+    ],
+)
+def test_peak(card: str, peak: float | None) -> None:
+    """The peak of a card goes by its name."""
+    assert gpu_checks.peak_of(card) == peak
+
+
+def test_steps_of_an_epoch(tmp_path: Path) -> None:
+    """An epoch takes about as long on another card, and has no step too few; the tokens suffice for it."""
+    figure = gpu_figures.FIGURES[0]
+    h100, a100 = bench(tmp_path), bench(tmp_path, peak=312)
+    assert h100.steps(figure) == round(480_000 * 5 / (64 * 1024))
+    assert a100.steps(figure) == round(480_000 * 5 * 312 / 989.4 / (64 * 1024))
+    tokens = h100.data(figure)["tokens"]
+    training = tokens - max(tokens // 10, 1024 + 1)  # as fsdp's load_data does
+    assert (training - 1) // 1024 // 64 == h100.steps(figure)
+
+
+def test_another_batch(tmp_path: Path) -> None:
+    """A figure may have a batch of its own, which the command and the public script beside it get; --tiny has none."""
+    compiled = gpu_figures.FIGURES[0]
+    plain = next(figure for figure in gpu_figures.FIGURES if figure.name == "fsdp GPT 124M bf16")
+    found = [bench(tmp_path).command(figure) for figure in (compiled, plain)]
+    found.append(bench(tmp_path, tiny=True, sizes=gpu_figures.TINY).command(compiled))
+    assert [words[words.index("--batch-size") + 1] for words in found] == ["64", "32", "2"]
+    if find_spec("benchmarks.gpu_peers"):
+        assert gpu_checks.script_sizes(bench(tmp_path), compiled).batch == 64
+
+
+def test_flops() -> None:
+    """A GPT-2 of 124 million weights: 6 N and the attention, 855 million operations a token, as nanoGPT counts."""
+    weights = 124_475_904 + 1024 * 768 - 786_432 + (50304 - 50257) * 0
+    flops = gpu_figures.flops_of_a_token(weights, gpu_figures.FULL["fsdp"])
+    assert flops == 6 * (weights - 1024 * 768) + 12 * 12 * 768 * 1024
+    assert 8.4e8 < flops < 8.7e8
+
+
+@pytest.mark.parametrize("cores", [1, 2, 8, 9, 16, 64])
+def test_slots(cores: int) -> None:
+    """All cores are shared out among the slots, each of which has one or more."""
+    found = [gpu_checks.slot_of(slot, 9, list(range(cores))) for slot in range(9)]
+    assert all(found) and {core for slot in found for core in slot} == set(range(cores))
+    if cores >= 9:
+        assert sum(map(len, found)) == cores
+
+
+def test_rows_of_tests(tmp_path: Path) -> None:
+    """Of a session that was ended, what passed, failed and had not ended is known."""
+    lines = [
+        {"collected": ["test_trains[fsdp]", "test_mode[fsdp]", "test_dead_rank[fsdp]", "test_late[fsdp]"]},
+        {"test": "test_trains[fsdp]", "outcome": "passed", "seconds": 12.3, "reason": "", "tail": ""},
+        {"test": "test_mode[fsdp]", "outcome": "failed", "seconds": 5, "reason": "call: assert 1 == 2", "tail": "x"},
+        {"test": "test_dead_rank[fsdp]", "outcome": "skipped", "seconds": 0, "reason": "needs a GPU: two", "tail": ""},
+    ]
+    report = tmp_path / "report.jsonl"
+    report.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    row = gpu_checks.row_of_tests("fsdp", report, gpu_steps.Done(-9, "", [], over=170))
+    assert row["counts"] == {"passed": 1, "failed": 1, "skipped": 1, "not ended": 1} and row["state"] == FAILED
+    assert row["reason"] == "test_mode[fsdp]: call: assert 1 == 2; test_late[fsdp]: not ended"
+    report.write_text("".join(json.dumps(line) + "\n" for line in lines[:2]).replace("test_mode", "test_trains"))
+    row = gpu_checks.row_of_tests("fsdp", tmp_path / "none", gpu_steps.Done(4, "ERROR: no such file\n", []))
+    assert row["state"] == FAILED and row["reason"] == "it ended with 4: ERROR: no such file"
+
+
+def test_power_of_the_training_part() -> None:
+    """Samples from the end of the first epoch to that of the last count; the memory is the most of all."""
+    monitor = gpu_steps.Monitor()
+    monitor.samples = [(1, [100, 1, 9000, 300]), (3, [600, 99, 8000, 1700]), (4, [640, 97, 8000, 1800])]
+    lines = [(2.0, "epoch  1/3 | train loss\n"), (3.5, "epoch  2/3 | x\n"), (5.0, "epoch  3/3 | x\n")]
+    ends = gpu_figures.epoch_ends(gpu_steps.Done(0, "", lines), 3)
+    assert ends == [2.0, 3.5, 5.0]
+    found = monitor.medians(ends[0], ends[-1])
+    assert found == {"watt": 620, "busy_percent": 98, "sm_mhz": 1750, "smi_mb": 9000}
+    assert monitor.medians(10, 20) == {}
+
+
+ABOUT = {"gpus": 1, "card": "NVIDIA H100 80GB HBM3", "driver": "580.159", "cuda": "13.0", "cores": 16}
+ABOUT |= {"python": "3.12.3", "versions": {"torch": "2.11.0"}, "started": 1_795_750_000, "matmul_tflops": 790}
+GPT = {"name": "fsdp GPT 124M bf16 --compile", "state": MEASURED, "value": 430_000.0, "unit": "tokens/s"}
+GPT |= {"values": [425_000.0, 430_000.0, 431_000.0], "batch": 64, "peak_share": 0.372, "torch_mb": 41_000, "watt": 640}
+PEER = {"name": "nanogpt beside GPT", "state": MEASURED, "value": 400_000.0, "unit": "tokens/s", "beside": GPT["name"]}
+TESTS = {"name": "tests fsdp", "state": FAILED, "reason": "test_mode: assert 1 | 2", "by_test": {}}
+TESTS |= {"counts": {"passed": 3, "failed": 1, "skipped": 2, "not ended": 0}}
+
+
+def results(folder: Path, rows: list[gpu_steps.Row], plan: list[str]) -> Path:
+    """Write results into a folder of their own."""
+    folder.mkdir()
+    Results(folder / "results.json", about=ABOUT, plan=plan).add(rows)
+    return folder
+
+
+def test_table(tmp_path: Path) -> None:
+    """The page gets date, card and releases, tests, figures beside public scripts, and what is missing, by name."""
+    missing = {"name": "NCCL all-reduce", "state": LEFT_OUT, "reason": "there is one GPU"}
+    plan = [row["name"] for row in (GPT, PEER, TESTS, missing)] + ["lora"]
+    folder = results(tmp_path / "one", [GPT, PEER, TESTS, missing], plan)
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{gpu_table.BEGIN}\nold\n{gpu_table.END}\nafter\n")
+    gpu_table.fill([folder], page)
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert "27 November 2026; 1 x NVIDIA H100 80GB HBM3; driver 580.159, CUDA 13.0; 16 cores, Python 3.12.3" in text
+    assert "| fsdp GPT 124M bf16 --compile | 64 | 430,000 (425,000 to 431,000) tokens/s | 37.2% |" in text
+    assert "| nanogpt beside GPT |  | 400,000 tokens/s |  | 1.07 |" in text
+    assert "| fsdp | 3 | 1 | 2 | test_mode: assert 1 / 2 |" in text
+    assert "* NCCL all-reduce: there is one GPU\n* lora: the run was ended before it\n" in text
+    gpu_table.fill([folder], page)
+    assert page.read_text() == text, "written twice it is the same"
+
+
+def test_table_of_two_runs(tmp_path: Path) -> None:
+    """Of several folders, what was measured goes before what was left out, and the later before the earlier."""
+    late = {"name": "lora", "state": LEFT_OUT, "reason": "time was up"}
+    first = results(tmp_path / "first", [GPT, late], [GPT["name"], "lora"])
+    lora = {"name": "lora", "state": MEASURED, "value": 41_000.0, "unit": "tokens/s"}
+    second = results(tmp_path / "second", [lora, GPT | {"value": 431_500.0}], [])
+    for folders in ([first, second], [second, first]):
+        found = {row["name"]: row for row in gpu_table.load(folders)[1]}
+        assert found["lora"]["value"] == 41_000
+    assert {row["name"]: row for row in gpu_table.load([first, second])[1]}[GPT["name"]]["value"] == 431_500
+
+
+def test_page_without_marks(tmp_path: Path) -> None:
+    """A page that has no place for it is left as it is."""
+    page = tmp_path / "page.md"
+    page.write_text("nothing\n")
+    with pytest.raises(SystemExit, match="has not one line"):
+        gpu_table.fill([results(tmp_path / "one", [GPT], [])], page)
+    assert page.read_text() == "nothing\n"
+    text = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    assert text.count(gpu_table.BEGIN) == text.count(gpu_table.END) == 1
+
+
+REFUSED = {
+    "--tiny": "--out FOLDER is missing",
+    "--out results --sources nowhere": "--sources nowhere: there is no such folder",
+    "--out results --wheels nowhere": "--wheels nowhere: there is no such folder",
+    "--out results --only fspd": "there is no step fspd: see --list",
+    "--out results --wheels old": "--wheels: dill-0.4.1-py39-none-any.whl is for another Python than this 3.",
+    "--out results --wheels other": "--wheels: x-1-cp39-cp39-manylinux_2_17_x86_64.whl is for another Python",
+    "--out done": "--out done has results of an earlier run: give another folder",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refuses(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Arguments that cannot be right get one line, before anything is run."""
+    monkeypatch.chdir(tmp_path)
+    for folder, name in (("old", "dill-0.4.1-py39-none-any"), ("other", "x-1-cp39-cp39-manylinux_2_17_x86_64")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{name}.whl").touch()
+        (tmp_path / folder / "a-1-py3-none-any.whl").touch()
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "results.json").write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["on_gpu.py", *words.split()])
+    with pytest.raises(SystemExit) as refused:
+        on_gpu.main()
+    assert refused.value.code == 2 and REFUSED[words] in capsys.readouterr().err.splitlines()[-1]
+    assert (tmp_path / "done" / "results.json").read_text() == "{}"
+
+
+def test_files_are_pinned() -> None:
+    """Each wheel that is carried has its version in tests/constraints.txt, and what needs it is named."""
+    assert all(re.match(r"\d", on_gpu_files.version_of(name)) for name in on_gpu_files.PACKAGES)
+    pinned = (ROOT / "examples" / "deepspeed" / "requirements.txt").read_text()
+    assert f"deepspeed=={on_gpu_files.version_of('deepspeed')}" in pinned
+
+
+FILES_REFUSED = {
+    "--out .": "--out . is there already: remove it",
+    "--out new --python 3": "--python 3: give it as 3.12",
+    "--out new --torch 2.5": "--torch 2.5: on_gpu.py takes 2.6 to 2.15",
+    "--out new --torch 2.16.1": "--torch 2.16.1: on_gpu.py takes",
+    "--out new --torch nightly": "--torch nightly: on_gpu.py takes",
+    "--out new --packages fire": "argument --packages: invalid choice: 'fire'",
+}
+
+
+@pytest.mark.parametrize("words", FILES_REFUSED)
+def test_files_refuse(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """What cannot be right is refused before anything is downloaded."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(on_gpu_files, "pip", lambda *words: pytest.fail("pip was called"))
+    monkeypatch.setattr(sys, "argv", ["on_gpu_files.py", *words.split()])
+    with pytest.raises(SystemExit) as refused:
+        on_gpu_files.main()
+    assert refused.value.code == 2 and FILES_REFUSED[words] in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+# What a machine without a GPU lacks, by the reasons of the rows that are left out there.
+NO_GPU = {"power": "there is no nvidia-smi", "two GPUs": "there is no GPU", "NCCL all-reduce": "there is no GPU"}
+
+
+def sources() -> list[str]:
+    """Return the argument for the public scripts, if their folder is named in the variable SOURCES."""
+    return ["--sources", os.environ["SOURCES"]] if os.environ.get("SOURCES") else []
+
+
+def unfilled(folder: Path) -> dict[str, str]:
+    """Return the rows that were not measured, without those that cannot be in this environment."""
+    about, rows = gpu_table.load([folder])
+    absent = [name for name in gpu_checks.PACKAGES if not find_spec(name)]
+    lacks = [f"no {name} here" for name in absent] + ["no --sources with"] * (not sources())
+    lacks += [f"has no {name}" for name in gpu_figures.NEWER]
+    return {
+        row["name"]: row["reason"]
+        for row in rows
+        if row["state"] != MEASURED and not any(text in row["reason"] for text in lacks)
+    }
+
+
+@pytest.mark.runs("weekly")
+@pytest.mark.timeout(1200)
+def test_tiny(tmp_path: Path) -> None:
+    """On the CPU every row is filled but for those that need a GPU, by name, in four minutes on two idle cores."""
+    words = [sys.executable, "-m", "benchmarks.on_gpu", "--out", tmp_path / "out", "--tiny", *sources()]
+    done = finish([*words, "--minutes", "17"], 1100, cwd=ROOT)
+    left = unfilled(tmp_path / "out")
+    assert all(left.pop(name).startswith(reason) for name, reason in NO_GPU.items()) and not left, left
+    assert done.returncode == 0, done.stdout
+    assert (tmp_path / "out" / "table.md").read_text() in done.stdout
+
+
+@pytest.mark.runs("weekly")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_killed(number: signal.Signals, tmp_path: Path) -> None:
+    """Killed in the middle, what was measured is on disk, whole; asked to end, it ends what runs and writes a table."""
+    out = tmp_path / "out"
+    path, words = out / "results.json", ["--only", "small", "preflight", "--at-once", "1", "--work", tmp_path]
+    command = [sys.executable, "-m", "benchmarks.on_gpu", "--out", out, "--tiny", *words]
+    # With TMPDIR each of its processes names tmp_path in its environment, by which those that are left are found.
+    options = {"cwd": ROOT, "env": os.environ | {"TMPDIR": str(tmp_path)}, "stdout": subprocess.DEVNULL}
+    with subprocess.Popen(command, **options) as run:
+        try:
+            wait_until(lambda: path.exists() and "ddp_spawn ConvNet" in path.read_text(), 60, "the plan")
+            wait_until(lambda: '"name": "ddp_spawn ConvNet bf16"' in path.read_text(), 400, "a figure")
+            wait_until(lambda: len(list(out.glob("*ConvNet*.log"))) > 1, 100, "the next figure")
+            run.send_signal(number)
+            run.wait(60)
+        finally:
+            run.kill()
+            left = marked(tmp_path)
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+    about, rows = gpu_table.load([out])
+    found = {row["name"]: row for row in rows}
+    assert found["sanity"]["state"] == found["ddp_spawn ConvNet bf16"]["state"] == MEASURED
+    assert found["preflight"]["reason"] == "the run was ended before it"
+    if number == signal.SIGTERM:
+        assert run.returncode == 128 + number and not left
+        assert "the run was ended before it" in (out / "table.md").read_text()
+
+
+def marked(folder: Path) -> list[int]:
+    """Return the ids of all processes that belong to a step, and to a run with this temporary folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (path / "environ").read_text(errors="replace")
+        except OSError:  # it has ended, or is not ours
+            continue
+        if gpu_steps.MARKER in text and str(folder) in text:
+            found.append(int(path.name))
+    return found
+
+
+@pytest.mark.runs("weekly")
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(bool(gpus.why_not()), reason=gpus.why_not())
+def test_on_gpus_that_are_none(tmp_path: Path) -> None:
+    """Two stand-ins for GPUs are found and used; what these cannot do, torch.compile, is left out by name."""
+    variables = gpus.environment(gpus.build(tmp_path), tmp_path / "record")
+    words = [sys.executable, "-m", "benchmarks.on_gpu", "--out", tmp_path / "out", "--tiny", "--minutes", "20"]
+    words += ["--only", "fsdp", "vision", "small", "lora", "preflight"]
+    finish(words, 1700, cwd=ROOT, env=os.environ | variables)
+    left = unfilled(tmp_path / "out")
+    left = {name: reason for name, reason in left.items() if "the stand-in for GPUs compiles nothing" not in reason}
+    assert left == {"power": "there is no nvidia-smi"}
+    rows = {row["name"]: row for row in gpu_table.load([tmp_path / "out"])[1]}
+    assert rows["sanity"]["gpus"] == 2 and rows["ddp_spawn ConvNet bf16"]["torch_mb"] > 0

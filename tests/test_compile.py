@@ -1,0 +1,105 @@
+"""With --compile a run computes the same to a rounding, and its files are those of a run without it.
+
+test_fsdp.py has an ordinary test of it. These here are long: each process compiles for half a minute.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from harness import outputs, runs
+
+pytestmark = [
+    pytest.mark.only("torchrun_multinode", "torchrun_vision", "fsdp", "lora"),
+    pytest.mark.runs("weekly"),
+    pytest.mark.timeout(1800),
+]
+SMALL = {  # little to train, in two epochs
+    "fsdp": "--tokens 6800 --context 32 --width 64 --layers 3",
+    "lora": "",
+    "torchrun_multinode": "",
+    "torchrun_vision": "--workers 1",
+}
+WAYS = {
+    "default": "",
+    "parts": "--gradient-accumulation-steps 2 --max-grad-norm 0.5",
+    "twice": "--gradient-checkpointing --gradient-accumulation-steps 2",
+    "tensor": "--tensor-parallel 2",
+}
+WHOSE = {"tensor": ("fsdp",), "twice": ("fsdp", "lora")}
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def words_of(example: str, way: str = "default") -> list[str]:
+    """Return the arguments of a run of two epochs, in fp64 where the example's model can be."""
+    return f"{SMALL[example]} {WAYS[way]} --epochs 2 --precision fp64".split()
+
+
+def assert_same(example: str, output: Path, other: Path) -> None:
+    """Check that two runs ended with weights of the same names, and the same but for a rounding, and their metrics.
+
+    Llama's RMSNorm computes in fp32, whatever the weights are, so that lora's differ by more: 1.3e-5 were found.
+    """
+    bound = 1e-4 if example == "lora" else 1e-9
+    one, two = map(outputs.read_model, (output, other))
+    assert not [name for name in one if "_orig_mod" in name]
+    assert outputs.largest_difference(one, two) < bound  # found: at most 1e-13
+    for row, expected in zip(*map(outputs.read_metrics, (output, other)), strict=True):
+        for name in ("train_loss", "test_loss"):
+            assert row[name] == pytest.approx(expected[name], rel=bound)
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.only(*WHOSE[way])] if way in WHOSE else []) for way in WAYS]
+)
+def test_same_training(example: str, folder: Path, way: str) -> None:
+    """Weights, their names and the metrics are those of a run without it. Nothing is compiled again."""
+    words = words_of(example, way)
+    runs.train(example, folder, 2, *words, "--output-dir", "plain")
+    run = runs.train(
+        example, folder, 2, *words, "--compile", "--output-dir", "compiled", seconds=600, TORCH_LOGS="recompiles"
+    )
+    assert "ecompiling" not in run.stderr and "_limit" not in run.stderr, run.stderr
+    assert_same(example, folder / "compiled", folder / "plain")
+
+
+def test_switched_on_and_off(example: str, folder: Path) -> None:
+    """A checkpoint written with it is continued without it, and the other way round."""
+    words, cache = words_of(example), {CACHE: str(folder / "cache")}
+    runs.train(example, folder, 2, *words, "--output-dir", "plain")
+    for first, second in (("--compile",), ()), ((), ("--compile",)):
+        output = folder / ("on" if first else "off")
+        own = [*words, "--output-dir", output.name]
+        runs.train(example, folder, 2, *own, *first, "--epochs", 1, seconds=600, **cache)
+        run = runs.train(example, folder, 2, *own, *second, "--resume", seconds=600, **cache)
+        assert "continuing after epoch 1 of 2" in run.stdout
+        assert_same(example, output, folder / "plain")
+
+
+def test_stopped_and_resumed(example: str, folder: Path) -> None:
+    """Stopped in mid-epoch and continued, it ends with the bits of an undisturbed run, all with --compile."""
+    words, cache = [*words_of(example), "--compile"], {CACHE: str(folder / "cache")}
+    runs.train(example, folder, 2, *words, "--output-dir", "undisturbed", seconds=600, **cache)
+    run = runs.start(example, folder, 2, *words, **cache)
+    run.read_epoch(1)
+    step = runs.ask_to_stop(example, run)
+    runs.train(example, folder, 2, *words, "--resume", seconds=600, **cache)
+    runs.assert_continued(folder / "output", step)
+    outputs.assert_same_run(folder / "output", folder / "undisturbed")
+
+
+def test_killed(example: str, folder: Path) -> None:
+    """Killed while it compiles, no process of it is left, the compiler's own neither; then it starts anew."""
+    words, cache = [*words_of(example), "--compile"], {CACHE: str(folder / "cache")}
+    run = runs.start(example, folder, 2, *words, "--resume", **cache)
+    run.read_until("samples: ")
+    runs.kill_all(example, run)
+    runs.train(example, folder, 2, *words, "--resume", seconds=600, **cache)
+
+
+@pytest.mark.only("fsdp")
+def test_no_compiler(example: str, folder: Path) -> None:
+    """Without a C++ compiler the run ends with one line that says what is needed."""
+    run = runs.start(example, folder, 2, *words_of(example), "--compile", CXX="no-such-compiler").wait()
+    assert run.status != 0 and "Traceback" not in run.stderr.partition("torchrun")[0]
+    assert "train.py: error: --compile: PyTorch cannot compile the model (InvalidCxxCompiler" in run.stderr, run.stderr
