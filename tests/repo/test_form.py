@@ -78,6 +78,27 @@ def test_two_files_to_read_can_fail() -> None:
             assert_readable(bad, bound)
 
 
+MINIMAL = [name for name in EXAMPLES if (ROOT / "examples" / name / "minimal.py").exists()]
+# The most lines, of 100 columns.
+MINIMAL_LINES = {"minimal.py": 98, "minimal.slurm": 25}
+LONGER = {"ddp_spawn": 105, "deepspeed": 107, "lightning": 105, "fsdp": 125}  # minimal.py
+
+
+@pytest.mark.parametrize("name", MINIMAL)
+def test_minimal(name: str) -> None:
+    """minimal.py and minimal.slurm are short, and the functions of minimal.py are those of train.py."""
+    for file, most in MINIMAL_LINES.items():
+        lines = text_of(name, file).splitlines()
+        assert len(lines) <= (LONGER.get(name, most) if file == "minimal.py" else most), file
+        assert max(map(len, lines)) <= 100, file
+    text = text_of(name, "minimal.py")
+    assert not re.search(r"# \w+:\s*$", text, re.MULTILINE), "a tag without words"
+    assert "plumbing" not in text and "argparse" not in text
+    own = functions(text).keys() - functions(text_of(name)).keys()
+    assert own <= {"train_dataloader", "val_dataloader"}, "a function that train.py has not"
+    assert "main" in functions(text)
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_header_of_run_slurm(name: str) -> None:
     """run.slurm has no line that sbatch would ignore, and marks what everybody has to look at."""

@@ -1,0 +1,105 @@
+"""Train a ConvNet with DistributedDataParallel (DDP), on processes that this script starts itself.
+
+Locally:   python minimal.py
+On SLURM:  sbatch minimal.slurm
+
+This is the launch pattern and nothing else; train.py is the same training as a long job needs it.
+Comments that begin with "ddp:" mark what a single process would not need.
+"""
+
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from common import data
+from common.models import ConvNet
+
+EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # the batch is that of each process
+warnings.filterwarnings("ignore", "Grad strides")  # harmless: of a layer with one input channel
+
+
+def train_one_epoch(ddp_model, train_loader, optimizer, device):
+    """Train to the end of an epoch; return the mean loss over the samples of all processes."""
+    ddp_model.train()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
+    for images, labels in train_loader:
+        images, labels = images.to(device), labels.to(device)
+        loss = F.cross_entropy(ddp_model(images), labels)
+        loss.backward()  # ddp: averages the gradients over all processes
+        sums[0] += loss.detach() * len(labels)  # on the device: no step waits for it
+        sums[1] += len(labels)
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.all_reduce(sums)  # ddp: sum over all processes
+    return (sums[0] / sums[1]).item()
+
+
+@torch.no_grad()
+def evaluate(model, test_loader, device):
+    """Return the accuracy, from 0 to 1, over the samples of all processes."""
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # correct, samples
+    for images, labels in test_loader:
+        images, labels = images.to(device), labels.to(device)
+        logits = model(images)
+        sums[0] += (logits.argmax(1) == labels).sum()
+        sums[1] += len(labels)
+    dist.all_reduce(sums)  # ddp: sum over all processes
+    return (sums[0] / sums[1]).item()
+
+
+def main(local_rank, world_size, port):
+    """Train as one process of world_size; `port` is that of the store which launch() has opened."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))  # they share cores
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store = dist.TCPStore("127.0.0.1", port)  # ddp: here the processes exchange their addresses
+    # ddp: waits for all processes and connects them
+    dist.init_process_group(backend, store=store, rank=local_rank, world_size=world_size)
+    rank = dist.get_rank()
+
+    # Data: a list of indices reads a whole batch at once, therefore batch_size=None.
+    train_set, test_set = data.load("digits")
+    # ddp: shuffled shards of equal length, so that all processes take the same number of steps
+    sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
+    batches = BatchSampler(sampler, BATCH_SIZE, drop_last=True)
+    train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
+    # ddp: each test sample exactly once; a DistributedSampler would repeat some of them
+    shard = range(rank, len(test_set), world_size)
+    batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
+    test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
+
+    torch.manual_seed(SEED)
+    model = ConvNet().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), LR)
+    # ddp: shares the weights of `model`, and averages their gradients over all processes
+    ddp_model = DistributedDataParallel(model)
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
+        train_loss = train_one_epoch(ddp_model, train_loader, optimizer, device)
+        accuracy = evaluate(model, test_loader, device)  # not DDP: shards may differ by a batch
+        if rank == 0:
+            print(f"epoch {epoch + 1}: train loss {train_loss:.4f}, test acc {accuracy:.2%}")
+    if rank == 0:  # ddp: all processes have the same weights; one writes them
+        torch.save(model.cpu().state_dict(), "model.pt")
+    dist.destroy_process_group()
+
+
+def launch():
+    """Start a process for each GPU, else two, and wait for them."""
+    world_size = torch.cuda.device_count() or 2
+    # ddp: port 0 means any free port
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(main, (world_size, store.port), world_size)  # ddp: each calls main(local_rank, ...)
+
+
+if __name__ == "__main__":
+    launch()

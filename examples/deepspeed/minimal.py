@@ -1,0 +1,106 @@
+"""Train a ConvNet with DeepSpeed ZeRO, started by torchrun on one or many nodes.
+
+Locally:   torchrun --standalone --nproc-per-node=2 minimal.py
+On SLURM:  sbatch minimal.slurm
+
+This is the launch pattern and nothing else; train.py is the same training as a long job needs it.
+Comments that begin with "deepspeed:" or "torchrun:" mark what a single process would not need.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from common import data
+from common.models import ConvNet
+
+os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
+import deepspeed  # noqa: E402
+
+EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # the batch is that of each process
+CONFIG = {
+    "train_micro_batch_size_per_gpu": BATCH_SIZE,
+    # Of N processes each keeps 1/N of Adam's state (stages 1 and 2) and of the gradients (2).
+    "zero_optimization": {"stage": 2},
+    "gradient_clipping": 0.0,  # by default DeepSpeed clips gradients to a norm of 1
+    "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},
+}
+
+
+def train_one_epoch(engine, train_loader, device):
+    """Train to the end of an epoch; return the mean loss over the samples of all processes."""
+    engine.train()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
+    for images, labels in train_loader:
+        images, labels = images.to(device), labels.to(device)
+        loss = F.cross_entropy(engine(images), labels)
+        engine.backward(loss)  # deepspeed: averages the gradients over all processes
+        sums[0] += loss.detach() * len(labels)  # on the device: no step waits for it
+        sums[1] += len(labels)
+        engine.step()  # deepspeed: optimizer.step() and zero_grad()
+    dist.all_reduce(sums)  # deepspeed: sum over all processes
+    return (sums[0] / sums[1]).item()
+
+
+@torch.no_grad()
+def evaluate(engine, test_loader, device):
+    """Return the accuracy, from 0 to 1, over the samples of all processes."""
+    engine.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # correct, samples
+    for images, labels in test_loader:
+        images, labels = images.to(device), labels.to(device)
+        logits = engine(images)
+        sums[0] += (logits.argmax(1) == labels).sum()
+        sums[1] += len(labels)
+    dist.all_reduce(sums)  # deepspeed: sum over all processes
+    return (sums[0] / sums[1]).item()
+
+
+def main():
+    """Train as one of the processes that torchrun has started."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun: this process's number on its node
+    processes = int(os.environ["LOCAL_WORLD_SIZE"])  # torchrun: number of processes on this node
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))  # they share its cores
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # torchrun: has set MASTER_ADDR, MASTER_PORT and RANK, by which the processes find each other
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    deepspeed.ops.__compatible_ops__ = {}  # deepspeed: on CPUs it would compile an op for inference
+    deepspeed.init_distributed()  # deepspeed: uses this process group
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    # Data: a list of indices reads a whole batch at once, therefore batch_size=None.
+    train_set, test_set = data.load("digits")
+    # deepspeed: shuffled shards of equal length, so that all take the same number of steps
+    sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
+    batches = BatchSampler(sampler, BATCH_SIZE, drop_last=True)
+    train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
+    # deepspeed: each test sample exactly once; a DistributedSampler would repeat some of them
+    shard = range(rank, len(test_set), world_size)
+    batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
+    test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
+
+    torch.manual_seed(SEED)
+    model = ConvNet()
+    # deepspeed: the engine holds the model on its device and the optimizer of CONFIG
+    parameters = model.parameters()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=CONFIG)
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(
+            epoch
+        )  # deepspeed: another order in each epoch, the same in all processes
+        train_loss = train_one_epoch(engine, train_loader, device)
+        accuracy = evaluate(engine, test_loader, device)
+        if rank == 0:
+            print(f"epoch {epoch + 1}: train loss {train_loss:.4f}, test acc {accuracy:.2%}")
+    if rank == 0:  # deepspeed: up to stage 2 all processes have all weights; one writes them
+        torch.save(model.cpu().state_dict(), "model.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

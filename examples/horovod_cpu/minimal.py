@@ -1,0 +1,86 @@
+"""Train a ConvNet on CPU nodes with Horovod, over MPI or Gloo.
+
+Locally:   horovodrun --gloo -np 2 python minimal.py
+On SLURM:  sbatch minimal.slurm
+
+This is the launch pattern and nothing else; train.py is the same training as a long job needs it.
+Comments that begin with "horovod:" mark what a single process would not need.
+"""
+
+import os
+
+import horovod.torch as hvd
+import torch
+from torch.nn import functional as F
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from common import data
+from common.models import ConvNet
+
+EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # the batch is that of each process
+
+
+def train_one_epoch(model, train_loader, optimizer):
+    """Train to the end of an epoch; return the mean loss over the samples of all processes."""
+    model.train()
+    sums = torch.zeros(2, dtype=torch.float64)  # loss, samples
+    for images, labels in train_loader:
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()  # horovod: starts to average the gradients over all processes
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += len(labels)
+        optimizer.step()  # horovod: first waits until all gradients are averaged
+        optimizer.zero_grad()
+    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes
+    return (sums[0] / sums[1]).item()
+
+
+@torch.no_grad()
+def evaluate(model, test_loader):
+    """Return the accuracy, from 0 to 1, over the samples of all processes."""
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64)  # correct, samples
+    for images, labels in test_loader:
+        logits = model(images)
+        sums[0] += (logits.argmax(1) == labels).sum()
+        sums[1] += len(labels)
+    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes
+    return (sums[0] / sums[1]).item()
+
+
+def main():
+    """Train as one of the processes that horovodrun or srun has started."""
+    hvd.init()  # horovod: waits for all processes and connects them
+    rank, world_size = hvd.rank(), hvd.size()
+    cores = len(os.sched_getaffinity(0)) // hvd.local_size()  # the processes of a node share these
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, cores))))
+
+    # Data: a list of indices reads a whole batch at once, therefore batch_size=None.
+    train_set, test_set = data.load("digits")
+    # horovod: shuffled shards of equal length, so that all processes take the same number of steps
+    sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
+    batches = BatchSampler(sampler, BATCH_SIZE, drop_last=True)
+    train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
+    # horovod: each test sample exactly once; a DistributedSampler would repeat some of them
+    shard = range(rank, len(test_set), world_size)
+    batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
+    test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
+
+    torch.manual_seed(SEED)
+    model = ConvNet()
+    optimizer = torch.optim.AdamW(model.parameters(), LR)
+    # horovod: averages the gradients over all processes before each step
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # horovod: rank 0's weights to all
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)  # horovod: another order in each epoch, the same in all processes
+        train_loss = train_one_epoch(model, train_loader, optimizer)
+        accuracy = evaluate(model, test_loader)
+        if rank == 0:
+            print(f"epoch {epoch + 1}: train loss {train_loss:.4f}, test acc {accuracy:.2%}")
+    if rank == 0:  # horovod: all processes have the same weights; one writes them
+        torch.save(model.state_dict(), "model.pt")
+
+
+if __name__ == "__main__":
+    main()
