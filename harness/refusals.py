@@ -56,6 +56,8 @@ BAD_NUMBERS = {
     "--gradient-accumulation-steps 99999999999": ["--gradient-accumulation-steps must be at most 2147483647"],
     "--keep-epochs 0": ["--keep-epochs must be 1 or more, not 0"],
     "--keep-epochs -3": ["--keep-epochs must be 1 or more, not -3"],
+    "--vocabulary 0": ["--vocabulary must be 1 or more, not 0"],
+    "--vocabulary 99999999999": ["--vocabulary must be at most 2147483647"],
     "--workers 1000000": ["--workers must be at most", "not 1000000"],
     "--prefetch 0": ["--prefetch must be 1 or more, not 0"],
     "--image-size 0": ["--image-size must be 1 or more, not 0"],

@@ -90,9 +90,7 @@ def main():
     parameters = model.parameters()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=CONFIG)
     for epoch in range(EPOCHS):
-        sampler.set_epoch(
-            epoch
-        )  # deepspeed: another order in each epoch, the same in all processes
+        sampler.set_epoch(epoch)  # deepspeed: another order in each epoch, the same in all
         train_loss = train_one_epoch(engine, train_loader, device)
         accuracy = evaluate(engine, test_loader, device)
         if rank == 0:

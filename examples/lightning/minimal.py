@@ -33,10 +33,9 @@ class LitConvNet(L.LightningModule):
     def train_dataloader(self):
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
         # ddp: shuffled shards of equal length, so that all take the same number of steps
-        self.sampler = DistributedSampler(
-            self.train_set, world_size, rank, seed=SEED, drop_last=True
-        )
-        batches = BatchSampler(self.sampler, BATCH_SIZE, drop_last=True)
+        sampler = DistributedSampler(self.train_set, world_size, rank, seed=SEED, drop_last=True)
+        batches = BatchSampler(sampler, BATCH_SIZE, drop_last=True)
+        self.sampler = sampler
         return DataLoader(self.train_set, sampler=batches, batch_size=None)
 
     def val_dataloader(self):

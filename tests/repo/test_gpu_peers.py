@@ -92,17 +92,17 @@ def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tree / place / "sub" / "theirs.py").write_text(THEIRS)
     who = ["-c", "user.name=Somebody", "-c", "user.email=somebody@example.org"]
     for words in (["init"], ["add", "."], [*who, "commit", "-m", "The script"]):
-        subprocess.run(["git", "-C", tree / place, *words], check=True, capture_output=True)
+        subprocess.run(["git", "-C", tree / place, *words], check=True, capture_output=True, timeout=60)
     words = ["git", "-C", tree / place, "rev-parse", "HEAD"]
-    one = script(commit=subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip())
+    one = script(commit=subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout.strip())
     (tree / place / "sub" / "theirs.py").write_text("changed since")
     words = ["git", "clone", "--bare", tree / place, tmp_path / "bare" / place / "repo"]
-    subprocess.run(words, check=True, capture_output=True)
+    subprocess.run(words, check=True, capture_output=True, timeout=60)
     monkeypatch.setattr(gpu_peers, "SCRIPTS", (one,))
     gpu_peers.export(tmp_path / "bare", tmp_path / "plain")
     for name in ("tree", "bare", "plain"):
         command = one.prepare(tmp_path / name, tmp_path / "run" / name, gpu_peers.TINY)
-        done = subprocess.run(command, cwd=tmp_path / "run" / name, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=tmp_path / "run" / name, capture_output=True, text=True, timeout=300)
         assert (done.returncode, done.stdout) == (0, "before\ncpu 2\n"), done.stderr
     for missing in (dataclasses.replace(one, commit="1" * 40), dataclasses.replace(one, repository="no/body")):
         with pytest.raises(CannotRun, match=r"neither sub/theirs.py nor a clone with commit [01-9a-f]{12}$"):

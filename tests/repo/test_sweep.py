@@ -19,7 +19,7 @@ import pytest
 
 from harness import outputs, runs
 from harness.launchers import ROOT
-from harness.processes import command_lines, end_processes, find_processes, wait_until
+from harness.processes import command_lines, end_processes, find_processes, read_line, wait_until
 
 SWEEP = ROOT / "sweep" / "sweep.py"
 # In the place of an example: the loss is --lr, in each of three epochs. With --hold an epoch ends when that file is
@@ -200,9 +200,9 @@ def test_stopped(sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     killed: list[int] = []
     sweep_os = Namespace(kill=os.kill, killpg=lambda number, _: killed.append(number) or run.kill())
     monkeypatch.setattr(sweep, "os", sweep_os)
-    with subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True) as run:
+    with subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True, text=True) as run:
         try:
-            run.stdout.readline()
+            read_line(run, 60)
             if child:
                 wait_until(lambda: sweep.children(run.pid), 60, "its child")
             children = sweep.children(run.pid)
@@ -218,8 +218,8 @@ def test_stopped(sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_children_beside_odd_names(sweep: ModuleType, tmp_path: Path, name: bytes) -> None:
     """A process of anybody may have any name, of which the kernel keeps 15 bytes: children are found all the same."""
     words = [sys.executable, "-c", SLEEPS, name.hex()]
-    with subprocess.Popen(words, stdout=subprocess.PIPE) as odd:
-        odd.stdout.readline()
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as odd:
+        read_line(odd, 60)
         try:
             assert Path(f"/proc/{odd.pid}/comm").read_bytes() == name[:15] + b"\n"
             assert odd.pid in sweep.children(os.getpid())
