@@ -76,6 +76,8 @@ def name_slowest(used):
 
 def watch_start(args):
     """Say so if training has not begun after most of --timeout: while data are read, or the processes connect."""
+    if not hasattr(args, "epochs"):
+        return  # it trains nothing: torchrun_vision's predict.py
     begun, pause = time.monotonic(), min(5, args.timeout / 40)
 
     def look():

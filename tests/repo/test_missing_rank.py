@@ -102,7 +102,7 @@ import argparse, fcntl, os, socket, subprocess, threading, time
 import hangs
 
 server = socket.create_server(("127.0.0.1", 0))
-hangs.watch_start(argparse.Namespace(timeout=1))
+hangs.watch_start(argparse.Namespace(timeout=1, epochs=1))
 def load_data():
     {waits}
 load_data()
@@ -131,7 +131,7 @@ def test_a_long_start(monkeypatch: pytest.MonkeyPatch, seconds: int, lines: int)
     """A start that takes long and ends well is told once, and so is its end; from then on steps count."""
     said: list[str] = []
     hangs = shipped(monkeypatch, said)
-    args, progress = Namespace(timeout=300), {"step": 0}
+    args, progress = Namespace(timeout=300, epochs=1), {"step": 0}
     hangs.watch_start(args)
     time.sleep(seconds / FASTER)
     hangs.watch(args, progress, 0, ["node0"])
@@ -141,3 +141,12 @@ def test_a_long_start(monkeypatch: pytest.MonkeyPatch, seconds: int, lines: int)
     began = [line for line in said if line.startswith("training has not begun after 2")]
     assert len(began) == lines and len(said) == 2 * lines, said
     assert not lines or (said[1].startswith("training begins after ") and "gloo:all_reduce number 7" in said[0])
+
+
+def test_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a program that trains nothing, torchrun_vision's predict.py, it is not said that training has not begun."""
+    said: list[str] = []
+    hangs = shipped(monkeypatch, said)
+    hangs.watch_start(Namespace(timeout=300))
+    time.sleep(300 / FASTER)
+    assert said == []
