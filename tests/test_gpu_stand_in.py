@@ -17,6 +17,7 @@ from harness.launchers import LAUNCHERS, ROOT
 from harness.processes import finish
 from harness.refusals import assert_refused
 from harness.runs import Reference
+from tests.test_minimal import command
 
 pytestmark = [pytest.mark.only("gpus"), pytest.mark.skipif(bool(gpus.why_not()), reason=gpus.why_not())]
 SHARE = 0.95  # of the pieces of a GPU's code that must be executed
@@ -62,10 +63,24 @@ def test_trains(example: str, folder: Path, reference: Reference, built: Path, t
     (row,) = outputs.read_metrics(folder / "output")
     if words == gpu_lines.USUAL.split():
         assert row["train_loss"] == pytest.approx(outputs.read_metrics(reference.output)[0]["train_loss"], rel=0.01)
-    found = gpu_lines.reached(gpu_lines.pieces(folder), [record])
+    pieces = [piece for piece in gpu_lines.pieces(folder) if piece.file != "minimal.py"]  # see test_minimal
+    found = gpu_lines.reached(pieces, [record])
     missing = [f"{piece.file}:{piece.start[0]} {piece.text}" for piece, was in found.items() if not was]
     refusal = [text for text in missing if "start one for each" in text]  # see test_refuses_too_few
     assert len(missing) - len(refusal) <= (1 - SHARE) * len(found), missing
+
+
+@pytest.mark.only(*[path.parent.name for path in ROOT.glob("examples/*/minimal.py")])
+@pytest.mark.runs("weekly")
+def test_minimal(example: str, folder: Path, built: Path, tmp_path: Path) -> None:
+    """minimal.py trains on GPUs, too: each process on its own, and all that only a GPU's run reaches is executed."""
+    record = tmp_path / "record"
+    run = runs.Run(command(folder), folder, gpus.environment(built, record, lines=True)).wait()
+    assert run.status == 0 and "epoch 5: " in run.stdout, run.stderr
+    assert {one["own"] for one in gpus.records(record) if one["own"] is not None} == {0, 1}
+    assert any(what.startswith("nccl") for what in counts(record)), counts(record)
+    pieces = [piece for piece in gpu_lines.pieces(folder) if piece.file == "minimal.py"]
+    assert pieces and all(gpu_lines.reached(pieces, [record]).values())
 
 
 @pytest.mark.runs("weekly")

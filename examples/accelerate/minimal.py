@@ -3,7 +3,7 @@
 Locally:   accelerate launch --multi_gpu --num_processes 2 minimal.py  (also without GPUs)
 On SLURM:  sbatch minimal.slurm
 
-This is the launch pattern and nothing else; train.py is the same training as a long job needs it.
+train.py is the same training with what a long job needs: checkpoints, restarts, clear errors.
 Comments that begin with "ddp:" or "accelerate:" mark what a single process would not need.
 """
 
@@ -15,11 +15,11 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from common import data
+from common import data  # the folder beside this file
 from common.models import ConvNet
 
-EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # the batch is that of each process
-warnings.filterwarnings("ignore", "Grad strides")  # harmless: of a layer with one input channel
+EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: of each process
+warnings.filterwarnings("ignore", "Grad strides")  # about conv1's memory layout: harmless
 
 
 def train_one_epoch(accelerator, ddp_model, train_loader, optimizer):
@@ -30,11 +30,11 @@ def train_one_epoch(accelerator, ddp_model, train_loader, optimizer):
         images, labels = images.to(accelerator.device), labels.to(accelerator.device)
         loss = F.cross_entropy(ddp_model(images), labels)
         accelerator.backward(loss)  # ddp: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # on the device: no step waits for it
+        sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
         sums[1] += len(labels)
         optimizer.step()
         optimizer.zero_grad()
-    sums = accelerator.reduce(sums)  # accelerate: sum over all processes
+    sums = accelerator.reduce(sums)  # accelerate: sum over all processes, which all call this
     return (sums[0] / sums[1]).item()
 
 
@@ -48,25 +48,26 @@ def evaluate(accelerator, model, test_loader):
         logits = model(images)
         sums[0] += (logits.argmax(1) == labels).sum()
         sums[1] += len(labels)
-    sums = accelerator.reduce(sums)  # accelerate: sum over all processes
+    sums = accelerator.reduce(sums)  # accelerate: sum over all processes, which all call this
     return (sums[0] / sums[1]).item()
 
 
 def main():
     """Train as one of the processes that accelerate launch has started."""
-    # accelerate: joins the process group, and knows this process's device and rank
+    # accelerate: joins the other processes, and knows this process's device and number
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     rank, world_size = accelerator.process_index, accelerator.num_processes
     processes = int(os.environ["LOCAL_WORLD_SIZE"])  # accelerate: number of processes on this node
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))  # they share its cores
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))  # cores of a process
 
-    # Data: a list of indices reads a whole batch at once, therefore batch_size=None.
+    # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
+    # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
     train_set, test_set = data.load("digits")
-    # ddp: shuffled shards of equal length, so that all processes take the same number of steps
+    # ddp: shuffled parts of equal length: whoever had more steps would wait for the others forever
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
     batches = BatchSampler(sampler, BATCH_SIZE, drop_last=True)
     train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
-    # ddp: each test sample exactly once; a DistributedSampler would repeat some of them
+    # ddp: each test sample exactly once; a DistributedSampler would repeat some, or drop them
     shard = range(rank, len(test_set), world_size)
     batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
@@ -74,12 +75,12 @@ def main():
     torch.manual_seed(SEED)
     model = ConvNet().to(accelerator.device)
     optimizer = torch.optim.AdamW(model.parameters(), LR)
-    # accelerate: wraps `model` in DDP; it gets no loaders, since it would repeat samples
+    # accelerate: wraps `model` in DDP; it is not given the loaders, whose samples it would repeat
     ddp_model, optimizer = accelerator.prepare(model, optimizer)
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
+        sampler.set_epoch(epoch)  # ddp: shuffles anew; each process takes its part of one order
         train_loss = train_one_epoch(accelerator, ddp_model, train_loader, optimizer)
-        accuracy = evaluate(accelerator, model, test_loader)  # not DDP: shards may differ
+        accuracy = evaluate(accelerator, model, test_loader)  # not ddp_model: parts differ
         if rank == 0:
             print(f"epoch {epoch + 1}: train loss {train_loss:.4f}, test acc {accuracy:.2%}")
     if rank == 0:  # ddp: all processes have the same weights; one writes them

@@ -1,9 +1,9 @@
-"""Train a ConvNet with DistributedDataParallel (DDP), on processes that this script starts itself.
+"""Train a ConvNet with DistributedDataParallel (DDP), on processes which this script starts.
 
 Locally:   python minimal.py
 On SLURM:  sbatch minimal.slurm
 
-This is the launch pattern and nothing else; train.py is the same training as a long job needs it.
+train.py is the same training with what a long job needs: checkpoints, restarts, clear errors.
 Comments that begin with "ddp:" mark what a single process would not need.
 """
 
@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from common import data
+from common import data  # the folder beside this file
 from common.models import ConvNet
 
-EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # the batch is that of each process
-warnings.filterwarnings("ignore", "Grad strides")  # harmless: of a layer with one input channel
+EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: of each process
+warnings.filterwarnings("ignore", "Grad strides")  # about conv1's memory layout: harmless
 
 
 def train_one_epoch(ddp_model, train_loader, optimizer, device):
@@ -32,11 +32,11 @@ def train_one_epoch(ddp_model, train_loader, optimizer, device):
         images, labels = images.to(device), labels.to(device)
         loss = F.cross_entropy(ddp_model(images), labels)
         loss.backward()  # ddp: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # on the device: no step waits for it
+        sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
         sums[1] += len(labels)
         optimizer.step()
         optimizer.zero_grad()
-    dist.all_reduce(sums)  # ddp: sum over all processes
+    dist.all_reduce(sums)  # ddp: sum over all processes, which all have to call this
     return (sums[0] / sums[1]).item()
 
 
@@ -50,29 +50,31 @@ def evaluate(model, test_loader, device):
         logits = model(images)
         sums[0] += (logits.argmax(1) == labels).sum()
         sums[1] += len(labels)
-    dist.all_reduce(sums)  # ddp: sum over all processes
+    dist.all_reduce(sums)  # ddp: sum over all processes, which all have to call this
     return (sums[0] / sums[1]).item()
 
 
 def main(local_rank, world_size, port):
     """Train as one process of world_size; `port` is that of the store which launch() has opened."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))  # they share cores
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // world_size))  # more threads than cores are slower
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"  # libraries for messages
     store = dist.TCPStore("127.0.0.1", port)  # ddp: here the processes exchange their addresses
     # ddp: waits for all processes and connects them
     dist.init_process_group(backend, store=store, rank=local_rank, world_size=world_size)
     rank = dist.get_rank()
 
-    # Data: a list of indices reads a whole batch at once, therefore batch_size=None.
+    # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
+    # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
     train_set, test_set = data.load("digits")
-    # ddp: shuffled shards of equal length, so that all processes take the same number of steps
+    # ddp: shuffled parts of equal length: whoever had more steps would wait for the others forever
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
     batches = BatchSampler(sampler, BATCH_SIZE, drop_last=True)
     train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
-    # ddp: each test sample exactly once; a DistributedSampler would repeat some of them
+    # ddp: each test sample exactly once; a DistributedSampler would repeat some, or drop them
     shard = range(rank, len(test_set), world_size)
     batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
@@ -80,12 +82,12 @@ def main(local_rank, world_size, port):
     torch.manual_seed(SEED)
     model = ConvNet().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LR)
-    # ddp: shares the weights of `model`, and averages their gradients over all processes
+    # ddp: gives all processes the weights of rank 0, and averages gradients in backward()
     ddp_model = DistributedDataParallel(model)
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
+        sampler.set_epoch(epoch)  # ddp: shuffles anew; each process takes its part of one order
         train_loss = train_one_epoch(ddp_model, train_loader, optimizer, device)
-        accuracy = evaluate(model, test_loader, device)  # not DDP: shards may differ by a batch
+        accuracy = evaluate(model, test_loader, device)  # not ddp_model: parts differ in length
         if rank == 0:
             print(f"epoch {epoch + 1}: train loss {train_loss:.4f}, test acc {accuracy:.2%}")
     if rank == 0:  # ddp: all processes have the same weights; one writes them
@@ -94,11 +96,11 @@ def main(local_rank, world_size, port):
 
 
 def launch():
-    """Start a process for each GPU, else two, and wait for them."""
+    """Start one process for each GPU, or two where there is none, and wait for them."""
     world_size = torch.cuda.device_count() or 2
     # ddp: port 0 means any free port
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(main, (world_size, store.port), world_size)  # ddp: each calls main(local_rank, ...)
+    mp.spawn(main, (world_size, store.port), world_size)  # ddp: each calls main(its number, ...)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Locally:   torchrun --standalone --nproc-per-node=2 minimal.py
 On SLURM:  sbatch minimal.slurm
 
-This is the launch pattern and nothing else; train.py is the same training as a long job needs it.
+train.py is the same training with what a long job needs: checkpoints, restarts, clear errors.
 Comments that begin with "deepspeed:" or "torchrun:" mark what a single process would not need.
 """
 
@@ -14,19 +14,21 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from common import data
+from common import data  # the folder beside this file
 from common.models import ConvNet
 
+# deepspeed: reads this when it is imported; without it, it looks for a device itself, and warns
 os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
-import deepspeed  # noqa: E402
+import deepspeed  # noqa: E402 (the linter wants imports at the top)
 
-EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # the batch is that of each process
+EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: of each process
 CONFIG = {
-    "train_micro_batch_size_per_gpu": BATCH_SIZE,
-    # Of N processes each keeps 1/N of Adam's state (stages 1 and 2) and of the gradients (2).
+    "train_micro_batch_size_per_gpu": BATCH_SIZE,  # of each process, also on CPUs
+    # deepspeed: ZeRO, to save memory: of N processes each keeps 1/N of AdamW's state (stage 1), of
+    # the gradients as well (2), of the weights as well (3: then saving takes more, see train.py).
     "zero_optimization": {"stage": 2},
-    "gradient_clipping": 0.0,  # by default DeepSpeed clips gradients to a norm of 1
-    "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},
+    "gradient_clipping": 0.0,  # off; by default DeepSpeed clips to a norm of 1
+    "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},  # that of PyTorch
 }
 
 
@@ -38,10 +40,10 @@ def train_one_epoch(engine, train_loader, device):
         images, labels = images.to(device), labels.to(device)
         loss = F.cross_entropy(engine(images), labels)
         engine.backward(loss)  # deepspeed: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # on the device: no step waits for it
+        sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
         sums[1] += len(labels)
-        engine.step()  # deepspeed: optimizer.step() and zero_grad()
-    dist.all_reduce(sums)  # deepspeed: sum over all processes
+        engine.step()  # deepspeed: each updates its part of the weights, and gets the other parts
+    dist.all_reduce(sums)  # deepspeed: sum over all processes, which all have to call this
     return (sums[0] / sums[1]).item()
 
 
@@ -55,7 +57,7 @@ def evaluate(engine, test_loader, device):
         logits = engine(images)
         sums[0] += (logits.argmax(1) == labels).sum()
         sums[1] += len(labels)
-    dist.all_reduce(sums)  # deepspeed: sum over all processes
+    dist.all_reduce(sums)  # deepspeed: sum over all processes, which all have to call this
     return (sums[0] / sums[1]).item()
 
 
@@ -63,39 +65,40 @@ def main():
     """Train as one of the processes that torchrun has started."""
     local_rank = int(os.environ["LOCAL_RANK"])  # torchrun: this process's number on its node
     processes = int(os.environ["LOCAL_WORLD_SIZE"])  # torchrun: number of processes on this node
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))  # they share its cores
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))  # cores of a process
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # torchrun: has set MASTER_ADDR, MASTER_PORT and RANK, by which the processes find each other
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    deepspeed.ops.__compatible_ops__ = {}  # deepspeed: on CPUs it would compile an op for inference
-    deepspeed.init_distributed()  # deepspeed: uses this process group
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    # torchrun: has set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, by which all processes meet
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # libraries for messages
+    deepspeed.ops.__compatible_ops__ = {}  # deepspeed: else it needs a C++ compiler on CPUs
+    deepspeed.init_distributed()  # deepspeed: uses these processes; without them it looks for MPI
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # deepspeed: of the whole job
 
-    # Data: a list of indices reads a whole batch at once, therefore batch_size=None.
+    # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
+    # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
     train_set, test_set = data.load("digits")
-    # deepspeed: shuffled shards of equal length, so that all take the same number of steps
+    # deepspeed: shuffled parts of equal length: who had more steps would wait forever
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
     batches = BatchSampler(sampler, BATCH_SIZE, drop_last=True)
     train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
-    # deepspeed: each test sample exactly once; a DistributedSampler would repeat some of them
+    # deepspeed: each test sample exactly once; a DistributedSampler would repeat some, or drop them
     shard = range(rank, len(test_set), world_size)
     batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
 
     torch.manual_seed(SEED)
     model = ConvNet()
-    # deepspeed: the engine holds the model on its device and the optimizer of CONFIG
+    # deepspeed: the engine moves `model` to its device, and has the optimizer of CONFIG
     parameters = model.parameters()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=CONFIG)
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # deepspeed: another order in each epoch, the same in all
+        sampler.set_epoch(epoch)  # deepspeed: shuffles anew; each takes its part of one order
         train_loss = train_one_epoch(engine, train_loader, device)
         accuracy = evaluate(engine, test_loader, device)
         if rank == 0:
             print(f"epoch {epoch + 1}: train loss {train_loss:.4f}, test acc {accuracy:.2%}")
-    if rank == 0:  # deepspeed: up to stage 2 all processes have all weights; one writes them
+    if rank == 0:  # deepspeed: up to stage 2 each process has all weights; one writes them
         torch.save(model.cpu().state_dict(), "model.pt")
     dist.destroy_process_group()
 

@@ -3,7 +3,7 @@
 Locally:   horovodrun --gloo -np 2 python minimal.py
 On SLURM:  sbatch minimal.slurm
 
-This is the launch pattern and nothing else; train.py is the same training as a long job needs it.
+train.py is the same training with what a long job needs: checkpoints, restarts, clear errors.
 Comments that begin with "horovod:" mark what a single process would not need.
 """
 
@@ -14,10 +14,10 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from common import data
+from common import data  # the folder beside this file
 from common.models import ConvNet
 
-EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # the batch is that of each process
+EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: of each process
 
 
 def train_one_epoch(model, train_loader, optimizer):
@@ -31,7 +31,7 @@ def train_one_epoch(model, train_loader, optimizer):
         sums[1] += len(labels)
         optimizer.step()  # horovod: first waits until all gradients are averaged
         optimizer.zero_grad()
-    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes
+    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes, which all call this
     return (sums[0] / sums[1]).item()
 
 
@@ -44,24 +44,25 @@ def evaluate(model, test_loader):
         logits = model(images)
         sums[0] += (logits.argmax(1) == labels).sum()
         sums[1] += len(labels)
-    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes
+    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes, which all call this
     return (sums[0] / sums[1]).item()
 
 
 def main():
     """Train as one of the processes that horovodrun or srun has started."""
     hvd.init()  # horovod: waits for all processes and connects them
-    rank, world_size = hvd.rank(), hvd.size()
+    rank, world_size = hvd.rank(), hvd.size()  # horovod: of the whole job
     cores = len(os.sched_getaffinity(0)) // hvd.local_size()  # the processes of a node share these
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, cores))))
 
-    # Data: a list of indices reads a whole batch at once, therefore batch_size=None.
+    # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
+    # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
     train_set, test_set = data.load("digits")
-    # horovod: shuffled shards of equal length, so that all processes take the same number of steps
+    # horovod: shuffled parts of equal length: who had more steps would wait forever
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
     batches = BatchSampler(sampler, BATCH_SIZE, drop_last=True)
     train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
-    # horovod: each test sample exactly once; a DistributedSampler would repeat some of them
+    # horovod: each test sample exactly once; a DistributedSampler would repeat some, or drop them
     shard = range(rank, len(test_set), world_size)
     batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
@@ -73,7 +74,7 @@ def main():
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # horovod: rank 0's weights to all
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # horovod: another order in each epoch, the same in all processes
+        sampler.set_epoch(epoch)  # horovod: shuffles anew; each process takes its part of one order
         train_loss = train_one_epoch(model, train_loader, optimizer)
         accuracy = evaluate(model, test_loader)
         if rank == 0:

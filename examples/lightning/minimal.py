@@ -3,7 +3,7 @@
 Locally:   python minimal.py
 On SLURM:  sbatch minimal.slurm
 
-This is the launch pattern and nothing else; train.py is the same training as a long job needs it.
+train.py is the same training with what a long job needs: checkpoints, restarts, clear errors.
 Comments that begin with "ddp:" or "lightning:" mark what a single process would not need.
 """
 
@@ -15,32 +15,33 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from common import data
+from common import data  # the folder beside this file
 from common.models import ConvNet
 
-EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # the batch is that of each process
-warnings.filterwarnings("ignore", "Grad strides")  # harmless: of a layer with one input channel
+EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: of each process
+warnings.filterwarnings("ignore", "Grad strides")  # about conv1's memory layout: harmless
 
 
 class LitConvNet(L.LightningModule):
-    """The model with its losses, its optimizer and its data; trainer.fit calls these methods."""
+    """The model with its loss, its optimizer and its data; trainer.fit calls these methods."""
 
     def __init__(self):
         super().__init__()
         self.model = ConvNet()
         self.train_set, self.test_set = data.load("digits")
 
+    # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
     def train_dataloader(self):
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        # ddp: shuffled shards of equal length, so that all take the same number of steps
+        # ddp: shuffled parts of equal length: who had more steps would wait forever
         sampler = DistributedSampler(self.train_set, world_size, rank, seed=SEED, drop_last=True)
+        self.sampler = sampler  # for on_train_epoch_start
         batches = BatchSampler(sampler, BATCH_SIZE, drop_last=True)
-        self.sampler = sampler
         return DataLoader(self.train_set, sampler=batches, batch_size=None)
 
     def val_dataloader(self):
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        # ddp: each test sample exactly once; a DistributedSampler would repeat some of them
+        # ddp: each test sample exactly once; a DistributedSampler would repeat some, or drop them
         shard = range(rank, len(self.test_set), world_size)
         batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
         return DataLoader(self.test_set, sampler=batches, batch_size=None)
@@ -49,23 +50,25 @@ class LitConvNet(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), LR)
 
     def on_train_epoch_start(self):
-        self.sampler.set_epoch(self.current_epoch)  # ddp: another order, the same in all processes
+        # ddp: shuffles anew; Lightning does not look for a sampler within a BatchSampler
+        self.sampler.set_epoch(self.current_epoch)
 
     def training_step(self, batch, _):
         images, labels = batch
         loss = F.cross_entropy(self.model(images), labels)
+        # All batches are equally large: the sum of these shares is the mean over all samples.
         share = loss.double() / self.trainer.num_training_batches / self.trainer.world_size
-        # lightning: sync_dist sums over all processes at the end of the epoch
+        # lightning: sums over the steps (reduce_fx), and over all processes (sync_dist)
         self.log("train_loss", share, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
-        return loss  # ddp: in the backward pass, averages the gradients over all processes
+        return loss  # ddp: Lightning calls backward(), in which DDP averages the gradients
 
     def validation_step(self, batch, _):
         images, labels = batch
         correct = (self.model(images).argmax(1) == labels).sum().double()
-        # lightning: reduce_fx="mean" would round the number of samples when it divides
+        # lightning: a sum as well; "mean" would weight batches by a count that it has rounded
         self.log("test_accuracy", correct / len(self.test_set), sync_dist=True, reduce_fx="sum")
 
-    def on_train_epoch_end(self):  # lightning: after the validation of this epoch
+    def on_train_epoch_end(self):  # lightning: comes after the validation of this epoch
         metrics = self.trainer.callback_metrics
         train_loss, accuracy = metrics["train_loss"], metrics["test_accuracy"]
         if self.trainer.is_global_zero:
@@ -76,16 +79,15 @@ class LitConvNet(L.LightningModule):
 def main():
     """Train as the first process, which starts the others, or as one that srun has started."""
     trainer = L.Trainer(
-        devices="auto" if torch.cuda.is_available() else 2,
+        devices="auto" if torch.cuda.is_available() else 2,  # of a node: --ntasks-per-node
         num_nodes=int(os.environ.get("SLURM_JOB_NUM_NODES", 1)),
-        strategy="ddp",  # lightning: averages gradients with DistributedDataParallel
+        strategy="ddp",  # lightning: wraps the module in DistributedDataParallel
         max_epochs=EPOCHS,
         use_distributed_sampler=False,  # lightning: its sampler would repeat test samples
-        num_sanity_val_steps=0,
+        num_sanity_val_steps=0,  # these four are off for a short output
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
-        enable_model_summary=False,
     )
     torch.manual_seed(SEED)
     model = LitConvNet()
