@@ -48,6 +48,7 @@ def test_sizes_that_do_not_divide(example: str, folder: Path, processes: int, ba
         assert round(row["samples_per_second"] * row["seconds"]) == processes * steps * batch_size * batches
 
 
+@pytest.mark.runs("weekly")  # torchrun_multinode has an ordinary one
 def test_gradient_accumulation(example: str, folder: Path) -> None:
     """Two batches of 16 that make one step are one batch of 32, exactly (fp64)."""
     for output, arguments in (

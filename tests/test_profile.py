@@ -32,6 +32,7 @@ def profile(example: str, folder: Path, output: str) -> tuple[dict[str, float], 
     return exact, lines[5]
 
 
+@pytest.mark.runs("weekly")
 def test_profile(example: str, folder: Path) -> None:
     """The shares of a step add up, each process writes a trace of 5 steps, and data that are slow are named."""
     shares, advice = profile(example, folder, "output")
