@@ -82,10 +82,12 @@ def main():
         train_loss = train_one_epoch(accelerator, ddp_model, train_loader, optimizer)
         accuracy = evaluate(accelerator, model, test_loader)  # not ddp_model: parts differ
         if rank == 0:
-            print(f"epoch {epoch + 1}: train loss {train_loss:.4f}, test acc {accuracy:.2%}")
+            line = f"epoch {epoch + 1}: train loss {train_loss:.4f}, test acc {accuracy:.2%}"
+            print(line, flush=True)
     if rank == 0:  # ddp: all processes have the same weights; one writes them
         torch.save(model.cpu().state_dict(), "model.pt")
     accelerator.end_training()
+    os._exit(0)  # at once: while Python shuts down, Gloo's threads can abort the process
 
 
 if __name__ == "__main__":

@@ -115,13 +115,15 @@ def main():
         train_loss = train_one_epoch(model, train_loader, optimizer, device)
         test_loss = evaluate(model, test_loader, device)
         if rank == 0:
-            print(f"epoch {epoch + 1}: train loss {train_loss:.4f}, test loss {test_loss:.4f}")
+            line = f"epoch {epoch + 1}: train loss {train_loss:.4f}, test loss {test_loss:.4f}"
+            print(line, flush=True)
     options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
     # fsdp: all processes call this; rank 0 gets the whole weights, in CPU memory
     weights = state_dict.get_model_state_dict(model, options=options)
     if rank == 0:
         torch.save(weights, "model.pt")
     dist.destroy_process_group()
+    os._exit(0)  # at once: while Python shuts down, Gloo's threads can abort the process
 
 
 if __name__ == "__main__":

@@ -78,7 +78,8 @@ def main():
         train_loss = train_one_epoch(model, train_loader, optimizer)
         accuracy = evaluate(model, test_loader)
         if rank == 0:
-            print(f"epoch {epoch + 1}: train loss {train_loss:.4f}, test acc {accuracy:.2%}")
+            line = f"epoch {epoch + 1}: train loss {train_loss:.4f}, test acc {accuracy:.2%}"
+            print(line, flush=True)
     if rank == 0:  # horovod: all processes have the same weights; one writes them
         torch.save(model.state_dict(), "model.pt")
 

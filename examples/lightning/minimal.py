@@ -73,7 +73,8 @@ class LitConvNet(L.LightningModule):
         train_loss, accuracy = metrics["train_loss"], metrics["test_accuracy"]
         if self.trainer.is_global_zero:
             epoch = self.current_epoch + 1
-            print(f"epoch {epoch}: train loss {train_loss:.4f}, test acc {accuracy:.2%}")
+            line = f"epoch {epoch}: train loss {train_loss:.4f}, test acc {accuracy:.2%}"
+            print(line, flush=True)
 
 
 def main():
@@ -94,6 +95,7 @@ def main():
     trainer.fit(model)
     if trainer.is_global_zero:  # ddp: all processes have the same weights; one writes them
         torch.save(model.model.cpu().state_dict(), "model.pt")
+    os._exit(0)  # at once: while Python shuts down, Gloo's threads can abort the process
 
 
 if __name__ == "__main__":

@@ -87,10 +87,12 @@ def main():
         train_loss = train_one_epoch(ddp_model, train_loader, optimizer, device)
         accuracy = evaluate(model, test_loader, device)  # not ddp_model: parts differ in length
         if rank == 0:
-            print(f"epoch {epoch + 1}: train loss {train_loss:.4f}, test acc {accuracy:.2%}")
+            line = f"epoch {epoch + 1}: train loss {train_loss:.4f}, test acc {accuracy:.2%}"
+            print(line, flush=True)
     if rank == 0:  # ddp: all processes have the same weights; one writes them
         torch.save(model.cpu().state_dict(), "model.pt")
     dist.destroy_process_group()
+    os._exit(0)  # at once: while Python shuts down, Gloo's threads can abort the process
 
 
 if __name__ == "__main__":
