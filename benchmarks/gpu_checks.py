@@ -6,13 +6,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from benchmarks import gpu_steps
+from benchmarks import gpu_peers, gpu_steps
+from benchmarks.edits import CannotRun
 from benchmarks.gpu_figures import FIGURES, OWN, PEAKS, Bench, Figure
 from benchmarks.gpu_steps import FAILED, LEFT_OUT, MEASURED, LeftOut, Monitor, Row, Step, say
 from harness.launchers import LAUNCHERS, ROOT, copy_example
@@ -219,28 +218,23 @@ def row_of_tests(example: str, report: Path, done: gpu_steps.Done) -> Row:
 
 def scripts_beside(bench: Bench, figure: Figure) -> list[Step]:
     """Return the steps that run the public scripts which stand beside a figure."""
-    if figure.memory or not find_spec("benchmarks.gpu_peers"):
+    if figure.memory or "--full" in figure.words:
         return []
-    from benchmarks import gpu_peers
 
-    def run(script: Any) -> Any:
+    def run(script: gpu_peers.Script) -> Callable[[float], list[Row]]:
         def one(limit: float) -> list[Row]:
             return [run_script(bench, figure, script, limit)]
 
         return one
 
     beside = [one for one in gpu_peers.SCRIPTS if (one.beside, one.variant) == (figure.example, figure.variant)]
-    if "--full" in figure.words:
-        return []
     limits = figure.limit, figure.needs
     names = [(one, f"{one.name} beside {figure.name}") for one in beside]
     return [Step(f"script-{one.name}", "scripts", *limits, (name,), run(one)) for one, name in names]
 
 
-def script_sizes(bench: Bench, figure: Figure) -> Any:
+def script_sizes(bench: Bench, figure: Figure) -> gpu_peers.Sizes:
     """Return the sizes of a figure as the public scripts take them."""
-    from benchmarks import gpu_peers
-
     data, steps = bench.data(figure), bench.steps(figure)
     sizes = {"device": "cuda" if bench.gpus else "cpu", "processes": bench.processes}
     sizes["every"] = 2 if bench.tiny else 10
@@ -257,10 +251,8 @@ def script_sizes(bench: Bench, figure: Figure) -> Any:
     return gpu_peers.Sizes(**sizes)
 
 
-def run_script(bench: Bench, figure: Figure, script: Any, limit: float) -> Row:
+def run_script(bench: Bench, figure: Figure, script: gpu_peers.Script, limit: float) -> Row:
     """Run a public script within its limit; return its row."""
-    from benchmarks.edits import CannotRun
-
     if not bench.sources:
         raise LeftOut(f"no --sources with {script.repository}")
     if reason := bench.missing.get(script.repository) or bench.why_no_script(figure):
@@ -338,7 +330,7 @@ def profiles(bench: Bench) -> list[Step]:
     """Return the steps that profile what has missed its goal, or was not measured in this run."""
     wanted = [figure for figure in FIGURES if figure.name in GOALS and figure.memory | (figure.group == "fsdp")]
 
-    def run(figure: Figure) -> Any:
+    def run(figure: Figure) -> Callable[[float], list[Row]]:
         def one(limit: float) -> list[Row]:
             column, goal = GOALS[figure.name]
             if not bench.tiny and (reached := bench.reached.get(figure.name, {}).get(column, 0)) >= goal:

@@ -121,12 +121,20 @@ class Job:
         self.wait()
 
 
-def submit(lab: Lab, name: str, folder: Path, *arguments: str, options: tuple[str, ...] = (), **variables: str) -> Job:
+def submit(
+    lab: Lab,
+    name: str,
+    folder: Path,
+    *arguments: str,
+    options: tuple[str, ...] = (),
+    script: str = "run.slurm",
+    **variables: str,
+) -> Job:
     """Run `sbatch [options] run.slurm [arguments]` in an example's folder, with the tests' own Python as its VENV.
 
     The folder is handed over to the user who runs jobs. Whoever runs other commands in the lab has to do that before.
     """
-    words = ["sbatch", "--parsable", *options, "run.slurm", *arguments]
+    words = ["sbatch", "--parsable", *options, script, *arguments]
     done = lab.run(words, cwd=hand_over(folder, lab), env=SETTINGS | variables)
     assert done.returncode == 0, done.stderr
     return Job(lab, name, folder, done.stdout.strip())

@@ -7,7 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
-assert EXAMPLES, "no examples/*/train.py found"
+MINIMAL = [name for name in EXAMPLES if (ROOT / "examples" / name / "minimal.py").exists()]
+assert EXAMPLES and MINIMAL, "no examples/*/train.py or minimal.py found"
 # What runs leave behind.
 LEFT_OUT = shutil.ignore_patterns("output", "data", "__pycache__", ".venv", "*.out", "*.log")
 # And what else may have been made in a folder of the repository, such as the data of `prepare`.

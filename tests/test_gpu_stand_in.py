@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness import gpu_lines, gpus, outputs, runs
-from harness.launchers import LAUNCHERS, ROOT
+from harness.launchers import LAUNCHERS, MINIMAL, ROOT
 from harness.processes import finish
 from harness.refusals import assert_refused
 from harness.runs import Reference
@@ -70,7 +70,7 @@ def test_trains(example: str, folder: Path, reference: Reference, built: Path, t
     assert len(missing) - len(refusal) <= (1 - SHARE) * len(found), missing
 
 
-@pytest.mark.only(*[path.parent.name for path in ROOT.glob("examples/*/minimal.py")])
+@pytest.mark.only(*MINIMAL)
 @pytest.mark.runs("weekly")
 def test_minimal(example: str, folder: Path, built: Path, tmp_path: Path) -> None:
     """minimal.py trains on GPUs, too: each process on its own, and all that only a GPU's run reaches is executed."""

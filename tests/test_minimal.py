@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from harness import outputs, runs
-from harness.launchers import LAUNCHERS, ROOT
+from harness.launchers import LAUNCHERS, MINIMAL
 from harness.runs import Reference
-
-FOLDERS = sorted(path.parent for path in ROOT.glob("examples/*/minimal.py"))
-assert FOLDERS, "no examples/*/minimal.py found"
 
 
 def command(folder: Path) -> list[str]:
@@ -23,7 +20,7 @@ def command(folder: Path) -> list[str]:
     return shlex.split(line)
 
 
-@pytest.mark.only(*[folder.name for folder in FOLDERS])
+@pytest.mark.only(*MINIMAL)
 @pytest.mark.runs("weekly", "accelerate", "deepspeed", "horovod_cpu")  # beside those with other launchers
 def test_same_bits_as_train(example: str, folder: Path, reference: Reference) -> None:
     """Alone beside common/, started as it says, it prints the metrics of all processes and writes train.py's model."""

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from harness import copies, edits, runs
-from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, copy_example
+from harness.launchers import EXAMPLES, LAUNCHERS, MINIMAL, ROOT, copy_example
 from harness.processes import clean_environment
 
 # The most lines of each file; of train.py, see `lines` in the table of the examples.
@@ -78,7 +78,6 @@ def test_two_files_to_read_can_fail() -> None:
             assert_readable(bad, bound)
 
 
-MINIMAL = [name for name in EXAMPLES if (ROOT / "examples" / name / "minimal.py").exists()]
 # The most lines, of 100 columns.
 MINIMAL_LINES = {"minimal.py": 99, "minimal.slurm": 25}
 LONGER = {"ddp_spawn": 109, "deepspeed": 109, "lightning": 105, "fsdp": 130}  # minimal.py

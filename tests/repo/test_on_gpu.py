@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_checks, gpu_figures, gpu_steps, gpu_table, on_gpu, on_gpu_files
+from benchmarks import gpu_checks, gpu_figures, gpu_peers, gpu_steps, gpu_table, on_gpu, on_gpu_files
 from benchmarks.gpu_steps import FAILED, LEFT_OUT, MEASURED, Results, Step
 from harness import gpus
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
@@ -93,11 +93,8 @@ def test_plan() -> None:
     assert len(set(names)) == len(names) and len(set(rows)) == len(rows)
     assert {figure.example for figure in gpu_figures.FIGURES} == {name for name in EXAMPLES if LAUNCHERS[name].gpus}
     assert set(gpu_checks.GOALS) <= {figure.name for figure in gpu_figures.FIGURES}
-    if find_spec("benchmarks.gpu_peers"):
-        from benchmarks import gpu_peers
-
-        beside = [name for name in names if name.startswith("script-")]
-        assert sorted(beside) == sorted(f"script-{script.name}" for script in gpu_peers.SCRIPTS)
+    beside = [name for name in names if name.startswith("script-")]
+    assert sorted(beside) == sorted(f"script-{script.name}" for script in gpu_peers.SCRIPTS)
 
 
 @pytest.mark.parametrize(
@@ -164,13 +161,12 @@ def test_another_batch(tmp_path: Path) -> None:
     found = [bench(tmp_path).command(figure) for figure in (compiled, plain)]
     found.append(bench(tmp_path, tiny=True, sizes=gpu_figures.TINY).command(compiled))
     assert [words[words.index("--batch-size") + 1] for words in found] == ["64", "32", "2"]
-    if find_spec("benchmarks.gpu_peers"):
-        assert gpu_checks.script_sizes(bench(tmp_path), compiled).batch == 64
+    assert gpu_checks.script_sizes(bench(tmp_path), compiled).batch == 64
 
 
 def test_flops() -> None:
     """A GPT-2 of 124 million weights: 6 N and the attention, 855 million operations a token, as nanoGPT counts."""
-    weights = 124_475_904 + 1024 * 768 - 786_432 + (50304 - 50257) * 0
+    weights = 124_475_904
     flops = gpu_figures.flops_of_a_token(weights, gpu_figures.FULL["fsdp"])
     assert flops == 6 * (weights - 1024 * 768) + 12 * 12 * 768 * 1024
     assert 8.4e8 < flops < 8.7e8
