@@ -304,7 +304,7 @@ def test_logs(example: str, folder: Path, tmp_path: Path, package: str) -> None:
 
 @pytest.mark.runs("weekly")
 def test_own_model(example: str, folder: Path) -> None:
-    """With the README's diff own_model.py takes the place of torchvision's model, and learns."""
+    """With the README's diff own_classifier.py takes the place of torchvision's model, and learns."""
     for text in fences(folder / "README.md", "diff"):
         edits.apply_diff(folder / "train.py", text)
     runs.train(example, folder, 2, "--epochs", 2)

@@ -86,7 +86,7 @@ def train_one_epoch(args, accelerator, ddp_model, train_loader, optimizer, progr
     start = time.perf_counter() - progress["seconds"]
     sums = progress["sums"]  # loss, samples: a checkpoint within the epoch has them, too
     for images, labels in train_loader:
-        vote = torch.tensor([plumbing.wish(args, progress, time.perf_counter() - start)])
+        vote = torch.tensor([plumbing.requested(args, progress, time.perf_counter() - start)])
         voting = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)  # stop: the largest wish is that of all
         images = images.to(accelerator.device, DTYPES[args.precision], non_blocking=True)
         labels = labels.to(accelerator.device, non_blocking=True)
@@ -144,7 +144,7 @@ def save_checkpoint(args, accelerator, model, optimizer, progress):
     progress = progress | {"sums": accelerator.reduce(progress["sums"])}  # accelerate: over all processes
     if accelerator.is_main_process:  # ddp: all have the same weights; one writes them, atomically: no save_state()
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": progress}
-        plumbing.write_checkpoints(args, state)
+        plumbing.write_checkpoint(args, state)
 
 
 def resume(args, accelerator, model, optimizer):

@@ -122,7 +122,7 @@ def save_checkpoint(args, model, optimizer, progress):
     plumbing.check_results(args, model, progress)  # stops the run if a loss is not finite, and the like
     if dist.get_rank() == 0:  # ddp: all processes have the same weights; one writes them
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": progress}
-        plumbing.write_checkpoints(args, state)
+        plumbing.write_checkpoint(args, state)
 
 
 def resume(args, model, optimizer):

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import plumbing
-import shards
+from plumbing import shards
 from common import data
 from common.models import ConvNet
 
@@ -53,7 +53,9 @@ def parse_args():
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: number of processes on all nodes
     args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))  # torchrun: on this node
     plumbing.check_args(parser, args)
-    plumbing.share_batch(args)
+    config = plumbing.read_config(args.deepspeed_config)
+    args.gradient_accumulation_steps = config.get("gradient_accumulation_steps", 1)
+    plumbing.share_batch(args, args.gradient_accumulation_steps)
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
     return args

@@ -28,7 +28,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import plumbing
-import shards
+import sharded_model
+from plumbing import shards
 import tensor_parallel
 from common import data
 from common.models import TinyGPT, token_loss
@@ -70,7 +71,7 @@ def parse_args():
     plumbing.check_args(parser, args)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
-    plumbing.check_sizes(parser, args)
+    sharded_model.check_sizes(parser, args)
     args.groups = args.world_size // args.tensor_parallel  # tensor: --tensor-parallel processes are a group
     plumbing.share_batch(args)
     return args
@@ -104,7 +105,7 @@ def train_one_epoch(args, model, train_loader, optimizer, device, progress):
     sums = progress["sums"]  # loss, tokens: a checkpoint within the epoch has them, too
     for number, (tokens, labels) in enumerate(train_loader, 1):
         completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: of so many batches
-        vote = torch.tensor([plumbing.wish(args, progress, time.perf_counter() - start)])
+        vote = torch.tensor([plumbing.requested(args, progress, time.perf_counter() - start)])
         voting = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)  # stop: the largest wish is that of all
         tokens, labels = tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         loss = loss_function(model(tokens), labels, DTYPES[args.precision])
@@ -164,7 +165,7 @@ def save_checkpoint(args, model, optimizer, progress):
     weights, state = state_dict.get_state_dict(model, optimizer)
     with shards.write_errors(folder):
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)  # fsdp: each process writes its shards
-        shards.complete(args, progress | {"sums": progress["sums"].tolist()}, folder)
+        shards.complete(args, progress | {"sums": progress["sums"].tolist(), "mesh": [args.groups, args.tensor_parallel]}, folder)
 
 
 def resume(args, model, optimizer, device):
@@ -202,7 +203,7 @@ def build_model(args, mesh, device):
             part.forward = functools.partial(recompute, part.forward, use_reentrant=False)
         # fsdp: a block's weights are gathered just before it computes, and freed right after
         fully_shard(part, mesh=mesh["data"], mp_policy=MixedPrecisionPolicy(**half), offload_policy=offload)
-    return plumbing.without_values(model, "cpu" if args.cpu_offload else device)
+    return sharded_model.without_values(model, "cpu" if args.cpu_offload else device)
 
 
 @torch.no_grad()
@@ -235,7 +236,7 @@ def load_data(args):
 def main(args):
     """Train as one process of args.world_size."""
     plumbing.prepare_process(args)
-    plumbing.ignore_warnings()
+    sharded_model.ignore_warnings()
     device, mesh = setup(args)
     group_rank = mesh.get_local_rank("data")
 
@@ -260,8 +261,8 @@ def main(args):
     progress = resume(args, model, optimizer, device)
 
     # Train.
-    plumbing.print_header(args, f"{plumbing.model_name(args, model)} on {args.data_name}", device, progress)
-    plumbing.print_mesh(args, model, progress)
+    plumbing.print_header(args, f"{plumbing.name_of_model(args, model)} on {args.data_name}", device, progress)
+    sharded_model.print_mesh(args, model, progress)
     for epoch in range(len(progress["history"]), args.epochs):
         sampler.set_epoch(epoch)  # fsdp: another order in each epoch, the same in all processes
         done = progress["step"] - epoch * args.steps_per_epoch  # steps of this epoch, if the run was stopped within it
@@ -276,7 +277,7 @@ def main(args):
         progress["history"].append(row | {"seconds": seconds, "world_size": args.world_size})
         progress |= {"sums": torch.zeros_like(progress["sums"]), "seconds": 0.0}
         save_checkpoint(args, model, optimizer, progress)
-        plumbing.print_epoch(args, progress)
+        plumbing.print_epoch(args, progress, sharded_model.share_of_peak(args, progress))
 
     # Finish.
     options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # fsdp: rank 0 gathers all

@@ -192,7 +192,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint, filepath, storage_options=None):
         if hvd.rank() == 0:  # horovod: all processes have the same weights; one writes them
-            plumbing.write_checkpoints(self.lightning_module.args, checkpoint)
+            plumbing.write_checkpoint(self.lightning_module.args, checkpoint)
 
     def load_checkpoint(self, *args, **kwargs):
         return self.checkpoint  # lightning: what resume() has found; this node may not see the file yet

@@ -9,11 +9,13 @@ cluster needs, such as checkpoints that survive a kill and errors that say what 
 
 import argparse
 import os
+import sys
 import time
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors; the note on oneDNN comes before this is read
 os.environ["KERAS_BACKEND"] = "tensorflow"  # whatever ~/.keras/keras.json says
+sys.dont_write_bytecode = True  # AutoGraph would leave dozens of files in /tmp/__pycache__
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
@@ -22,6 +24,7 @@ import tensorflow as tf
 import numpy_data as data
 import plumbing
 
+CHECKPOINT = "checkpoint.npz"  # in --output-dir
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp64": "float64"}  # Keras's names
 
 
@@ -158,13 +161,13 @@ def save_checkpoint(args, model, optimizer, progress):
     plumbing.check_results(args, model, progress)  # stops the run if a loss is not finite, and the like
     if hvd.rank() == 0:  # horovod: all processes have the same weights; one writes them
         arrays = {name: variable.numpy() for name, variable in named_variables(model, optimizer).items()}
-        plumbing.write_checkpoint(args, arrays | {"progress": progress})
+        plumbing.write_arrays(args, CHECKPOINT, arrays | {"progress": progress})
 
 
 def resume(args, model, optimizer):
     """Load the checkpoint, if there is one, and give all processes the state of rank 0; return how far the run is."""
     progress = {"step": 0, "history": []}  # steps of the whole run; one row of metrics.csv for each complete epoch
-    found = plumbing.read_checkpoint(args, model) if hvd.rank() == 0 else None
+    found = plumbing.read_checkpoint(args, model, CHECKPOINT) if hvd.rank() == 0 else None
     answer = found["progress"] if isinstance(found, dict) else found  # else None, or an error message
     answer = plumbing.accept(hvd.broadcast_object(answer, name="progress"))  # horovod: rank 0 tells all processes
     variables = named_variables(model, optimizer)
@@ -200,7 +203,7 @@ def main(args):
     train_step, test_step = make_steps(model, optimizer)
 
     # Train.
-    plumbing.print_header(args, f"{model.name} on {args.data_name}", progress)
+    plumbing.print_header(args, f"{model.name} on {args.data_name}", "cpu", progress)
     for epoch in range(len(progress["history"]), args.epochs):
         train_loss, samples, seconds = train_one_epoch(args, train_step, train_set, optimizer, progress)
         test_loss, test_accuracy = evaluate(args, test_step, test_set, shard)

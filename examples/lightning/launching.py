@@ -5,7 +5,6 @@ Here is what keeps the Trainer's way safe: no process stays behind, whichever di
 
 import ctypes
 import functools
-import logging
 import os
 import signal
 import sys
@@ -15,8 +14,7 @@ import warnings
 
 import torch
 
-import hangs
-import plumbing
+from plumbing import hangs, processes, quiet_lightning
 
 
 def started_by_srun():
@@ -48,10 +46,10 @@ def prepare_process(args):
     """Make this process end when its launcher does, print lines immediately, and set what Lightning reads."""
     hangs.listen()
     hangs.watch_start(args)
-    plumbing.explain_errors()
-    plumbing.check_environment()
-    plumbing.keep_memory()
-    plumbing.keep_printing()
+    processes.explain_errors()
+    processes.check_environment()
+    processes.keep_memory()
+    processes.keep_printing()
     if args.srun:
         os.environ["SLURM_NODELIST"] = os.environ["SLURM_STEP_NODELIST"]  # rank 0 is on the first of these
     elif "STARTED_BY" in os.environ:  # by the process that has this id
@@ -68,9 +66,9 @@ def prepare_process(args):
     cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) if args.srun else 0  # srun gives each process its own
     torch.set_num_threads(cores or max(1, len(os.sched_getaffinity(0)) // args.devices))
     os.environ["OMP_NUM_THREADS"] = f"{torch.get_num_threads()}"  # else Lightning sets another number
-    logging.disable(logging.INFO)
+    quiet_lightning()
     # DDP warns about the strides of conv1's gradient. It is harmless: with one channel, both memory layouts are equal.
-    warnings.filterwarnings("ignore", "Grad strides|The (`srun` command|number of training)|`isinstance.tree")
+    warnings.filterwarnings("ignore", "Grad strides")
 
 
 def watch(launcher):

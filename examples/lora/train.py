@@ -97,7 +97,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
     first = progress["step"] * args.gradient_accumulation_steps + 1  # numbers count the batches of the whole run
     for number, (tokens, targets) in enumerate(train_loader, first):
         completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: of so many batches
-        vote = torch.tensor([plumbing.wish(args, progress, time.perf_counter() - start)])
+        vote = torch.tensor([plumbing.requested(args, progress, time.perf_counter() - start)])
         voting = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)  # stop: the largest wish is that of all
         # Dropout: other numbers for each batch and process, and the same ones after a resume.
         torch.manual_seed(args.seed + number * args.world_size + dist.get_rank())

@@ -81,7 +81,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
     sums = progress["sums"]  # loss, samples: a checkpoint within the epoch has them, too
     for number, (images, labels) in enumerate(train_loader, 1):
         completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: of so many batches
-        vote = torch.tensor([plumbing.wish(args, progress, time.perf_counter() - start)])
+        vote = torch.tensor([plumbing.requested(args, progress, time.perf_counter() - start)])
         voting = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)  # stop: the largest wish is that of all
         images = images.to(device, DTYPES[args.precision], non_blocking=True)
         labels = labels.to(device, non_blocking=True)
@@ -147,7 +147,7 @@ def save_checkpoint(args, model, optimizer, progress):
     dist.all_reduce(progress["sums"])  # ddp: a checkpoint has the sums over all processes
     if dist.get_rank() == 0:  # ddp: all processes have the same weights; one writes them
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": progress}
-        plumbing.write_checkpoints(args, state)
+        plumbing.write_checkpoint(args, state)
 
 
 def resume(args, model, optimizer, device):

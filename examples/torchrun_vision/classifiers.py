@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchvision import models
 
+import plumbing
 from common.data import DataError
 from image_files import what_it_is
 
@@ -201,3 +202,18 @@ def without_statistics(block):
     finally:
         for norm, momentum, count in before:
             norm.momentum, norm.num_batches_tracked = momentum, count
+
+
+def write_best(args, model, progress):
+    """Write best.pt at the end of an epoch that is more accurate than all before. All call this."""
+    epochs, step = plumbing.position(args, progress)
+    accuracies = [row["test_accuracy"] for row in progress["history"]]
+    if epochs and not step and accuracies[-1] > max(accuracies[:-1], default=-1):
+        write_weights(args.output_dir / "best.pt", model)
+
+
+def write_weights(path, model):
+    """On rank 0 write the weights of a model, on the CPU and in the default memory layout."""
+    if dist.get_rank() == 0:
+        weights = {name: weight.cpu().contiguous() for name, weight in model.state_dict().items()}
+        plumbing.write(path, lambda file: torch.save(weights, file))

@@ -102,7 +102,7 @@ def train_one_epoch(args, ddp_model, train_loader, parts, device, progress):
     epochs, done = plumbing.position(args, progress)  # complete epochs; steps of this one, if the run was stopped in it
     for number, (images, labels) in enumerate(train_loader, done * args.gradient_accumulation_steps + 1):
         completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: of so many batches
-        vote = torch.tensor([plumbing.wish(args, progress, time.perf_counter() - start)])
+        vote = torch.tensor([plumbing.requested(args, progress, time.perf_counter() - start)])
         voting = dist.all_reduce(vote, dist.ReduceOp.MAX, async_op=True)  # stop: the largest wish is that of all
         images = images.to(device, non_blocking=True, memory_format=torch.channels_last)  # faster convolutions
         labels = labels.to(device, non_blocking=True)
@@ -178,7 +178,7 @@ def evaluate(args, model, test_loader, device):
 def save_checkpoint(args, parts, progress):
     """Save the parts and `progress`, from which --resume continues; all processes call this."""
     plumbing.check_results(args, parts["model"], progress)  # stops the run if a loss is not finite, and the like
-    plumbing.write_best(args, parts["model"], progress)  # best.pt, at the end of the best epoch so far
+    classifiers.write_best(args, parts["model"], progress)  # best.pt, at the end of the best epoch so far
     progress = progress | {"sums": progress["sums"].clone()}
     dist.all_reduce(progress["sums"])  # ddp: a checkpoint has the sums over all processes
     if dist.get_rank() == 0:  # ddp: all processes have the same weights; one writes them
@@ -257,8 +257,9 @@ def main(args):
         plumbing.compile_in_place(args, model)
 
     # Train.
-    plumbing.print_header(args, f"{plumbing.model_name(args, model)} on {args.data_dir}", device, progress)
-    plumbing.print_data(args)
+    plumbing.print_header(args, f"{plumbing.name_of_model(args, model)} on {args.data_dir}", device, progress)
+    if rank == 0:
+        print(f"data: {args.data}, {plumbing.plural(args.workers, 'worker')} for each process")
     log, profiler = logs.open_log(args, progress["history"]), step_profile.make_profiler(args, progress)
     for epoch in range(len(progress["history"]), args.epochs):
         sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
@@ -279,7 +280,7 @@ def main(args):
         plumbing.print_epoch(args, progress)
 
     # Finish.
-    plumbing.write_weights(args.output_dir / "model.pt", model)  # ddp: rank 0 does
+    classifiers.write_weights(args.output_dir / "model.pt", model)  # ddp: rank 0 does
     accuracy = progress["history"][-1]["test_accuracy"]
     plumbing.finish(args, progress, f"finished: test acc {accuracy:.2%}, model in {args.output_dir / 'model.pt'}")
 

@@ -1,0 +1,123 @@
+"""What is refused before a sharded model trains, and what is printed of how it is divided.
+
+train.py calls this. It is no part of the lesson.
+"""
+
+import logging
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from plumbing import fail, plural, rank, uncompiled
+
+
+def check_sizes(parser, args):
+    """Refuse sizes that cannot be divided, and --cpu-offload without GPUs."""
+    if args.width % args.heads:
+        parser.error(f"--width {args.width} must be a multiple of --heads {args.heads}")
+    parts = f"--tensor-parallel {args.tensor_parallel}"
+    if args.heads % args.tensor_parallel:
+        parser.error(f"--heads {args.heads} must be a multiple of {parts}")
+    if args.world_size % args.tensor_parallel:
+        parser.error(f"{args.world_size} processes are no multiple of {parts}")
+    if args.vocabulary < 4:
+        parser.error(f"--vocabulary must be 4 or more, not {args.vocabulary}")
+    if args.vocabulary != 256 and args.text_file:
+        wrong = "--text-file has 256 kinds of tokens, its bytes"
+        advice = "leave one of the two out, or see README.md on own tokens"
+        parser.error(f"{wrong}, not --vocabulary {args.vocabulary}: {advice}")
+    if args.cpu_offload and not torch.cuda.is_available():
+        parser.error("--cpu-offload needs GPUs: without, everything is in CPU memory anyway")
+
+
+def ignore_warnings():
+    """Silence what says nothing about this script."""
+    # The logits are not changed in place here.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+    # torch.distributed.checkpoint itself uses it.
+    warnings.filterwarnings("ignore", ".*TypedStorage is deprecated")
+    # It says that gathering takes two steps.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def without_values(model, device):
+    """Return the model with memory for its shards; buffers are marked as unset, for check_model."""
+    model = model.to_empty(device=device)
+    for buffer in model.buffers():
+        buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
+    return model
+
+
+def print_mesh(args, model, progress):
+    """Check the model; print how it is divided and the lowest loss that a random source allows."""
+    check_values(model, progress)
+    check_causal(args, model)
+    if rank() > 0:
+        return
+    own = sum(weight.to_local().numel() for weight in model.parameters())
+    groups = f"{plural(args.groups, 'data-parallel group')} of {args.tensor_parallel}"
+    print(f"mesh: {groups}; of {args.parameters} parameters this process holds {own}")
+    mesh = [args.groups, args.tensor_parallel]
+    saved = progress.get("mesh", mesh)
+    if saved != mesh:
+        print(f"the checkpoint was saved by {saved[0]} groups of {saved[1]}")
+    if args.entropy:
+        lowest = f"{args.entropy:.4f} nats per token"
+        print(f"entropy of the source: {lowest}; no model can have a lower loss")
+
+
+def check_values(model, progress):
+    """Refuse a model of which a buffer has no first value; name weights that are all 0."""
+    for name, buffer in model.named_buffers():
+        unset = buffer.isnan().all() if buffer.is_floating_point() else not buffer.any()
+        if unset:
+            advice = "make it in forward, or give it its values at the end of build_model"
+            fail(f"the model's buffer {name} has no values: {advice}")
+    weights = {}
+    for name, weight in model.named_parameters():
+        if not name.endswith("bias"):
+            weights[name] = weight.to_local().count_nonzero()
+    values = torch.stack(list(weights.values()))
+    dist.all_reduce(values)
+    zero = [name for name, value in zip(weights, values.tolist(), strict=True) if value == 0]
+    if zero and rank() == 0 and not progress["step"]:
+        names = ", ".join(zero[:5])
+        print(f"note: all values of {names} are 0: initialise() gives weights others by their names")
+
+
+@torch.no_grad()
+@uncompiled
+def check_causal(args, model):
+    """Refuse a model that sees the tokens which it has to predict, or computes no numbers."""
+    length = min(4, args.context)
+    if length == 1:
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model.eval()
+    start = [1, 2, 3][: length - 1]
+    one = model(torch.tensor([[*start, 0]], device=device))
+    other = model(torch.tensor([[*start, 1]], device=device))
+    model.reshard()  # otherwise weights that are in no block would stay gathered until the first step
+    if not one.isfinite().all():
+        advice = "look at the first values in initialise()"
+        fail(f"the model's outputs are no numbers before the first step: {advice}")
+    # Both are computed in the same way, unless tokens share a matrix product, as with a mixture of
+    # experts.
+    rounding = 0.02 if args.precision == "bf16" else 1e-4
+    if (one - other)[:, :-1].abs().max() > rounding * one.abs().max():
+        wrong = "its outputs depend on later tokens, which it has to predict"
+        fail(f"the model is not causal, {wrong}: is there no mask?")
+
+
+def share_of_peak(args, progress):
+    """Return which share of --peak-tflops the last epoch has computed, from 0 to 1, or None.
+
+    The operations that a token takes in training are those of Chowdhery et al. (2022), appendix B.
+    """
+    if not args.peak_tflops:
+        return None
+    products = args.parameters - args.context * args.width  # positions are not multiplied
+    operations = 6 * products + 12 * args.layers * args.width * args.context
+    speed = progress["history"][-1]["tokens_per_second"]
+    return speed * operations / args.world_size / (args.peak_tflops * 1e12)
