@@ -231,15 +231,14 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def sync(session: nox.Session) -> None:
-    """Check that what several examples have is the same: common/, files, functions of plumbing (`-- --fix`)."""
+    """Check that what several examples have is the same: common/, plumbing/, four files (`-- --fix`)."""
     copies = ours("harness.copies")
     if "--fix" in session.posargs:
         copies.fix(ROOT)
     if wrong := copies.differences(ROOT):
         session.error(
-            f"differs: {', '.join(wrong)}. Edit the top-level common/, or the file or function in {copies.FIRST} (else "
-            "in the first example that has it), then: nox -s sync -- --fix. What one example needs differently gets a "
-            "comment above it: `# own: why`"
+            f"differs: {', '.join(wrong)}. Edit the top-level common/ or plumbing/, or the file in the first example "
+            "of the same framework, then: nox -s sync -- --fix"
         )
 
 
@@ -249,7 +248,8 @@ def lint(session: nox.Session) -> None:
     session.install("-r", "tests/requirements-lint.txt")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    scripts = [".ci/run", *map(str, Path().glob("examples/*/*.s*h")), *map(str, Path().glob("*/*.slurm"))]
+    scripts = [".ci/run", *map(str, Path().glob("plumbing/*.sh")), *map(str, Path().glob("*/*.slurm"))]
+    scripts += map(str, Path().glob("examples/*/*.sh"))
     scripts += map(str, Path().glob("examples/*/*.slurm"))
     session.run("shellcheck", "--shell=bash", *scripts)
     for script in scripts:

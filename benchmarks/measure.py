@@ -128,8 +128,8 @@ def compare(args: argparse.Namespace) -> None:
             rows, weights[example] = read_metrics(output), outputs.read_model(output)
             difference = outputs.largest_difference(weights[example], weights[FIRST])
             accuracy, start = rows[-1]["test_accuracy"], first - rows[0]["seconds"]
-            plumbing = (ROOT / "examples" / example / "plumbing.py").read_text()
-            lines = code_lines(SCRIPTS[example]), code_lines(SCRIPTS[example]) + code_lines(plumbing)
+            plumbing = sum(code_lines(path.read_text()) for path in (ROOT / "plumbing").glob("*.py"))
+            lines = code_lines(SCRIPTS[example]), code_lines(SCRIPTS[example]) + plumbing
             losses = tuple(row["train_loss"] for row in rows)
             memory = peak_memory(output)
             found.append(report.Run(example, difference, accuracy, start, speed(rows), memory, *lines, losses))
@@ -159,9 +159,9 @@ class PerImage:
 
 def keep_memory() -> None:
     """Have glibc keep freed memory in the process, by the function of the examples."""
-    from harness.outputs import import_file
+    from plumbing.processes import keep_memory
 
-    import_file(ROOT / "examples" / "ddp_spawn" / "plumbing.py").keep_memory()
+    keep_memory()
 
 
 def loop(rank: int, processes: int, bf16: bool, meeting: str, barrier: Barrier, results: Queue) -> None:

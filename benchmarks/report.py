@@ -21,7 +21,7 @@ class Run:
     samples_per_second: float  # of all processes
     peak_mb_per_process: float  # of the largest process
     lines_to_read: int  # of code in train.py
-    code_lines: int  # of train.py and plumbing.py
+    code_lines: int  # of train.py and plumbing/
     train_losses: tuple[float, ...]  # of each epoch
 
 
@@ -139,7 +139,7 @@ def runs_figure(runs: Sequence[Run]) -> Figure:
         "s to the first step\n(less is better)": [run.seconds_to_first_step for run in runs],
         "samples/s\n(more is better)": [run.samples_per_second for run in runs],
         "MB per process\n(less is better)": [run.peak_mb_per_process for run in runs],
-        "code lines to read,\nof all with plumbing.py": [run.code_lines for run in runs],
+        "code lines to read,\nof all with plumbing/": [run.code_lines for run in runs],
     }
     names = [run.example for run in runs]
     for axis, (title, values) in zip(bars, columns.items(), strict=True):

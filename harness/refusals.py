@@ -8,6 +8,10 @@ from harness.launchers import LAUNCHERS
 from harness.runs import Run
 
 
+class RefusedError(Exception):
+    """What fail() of the plumbing raises where it must not end the process of the tests."""
+
+
 def assert_refused(run: Run, status: int, *texts: str) -> None:
     """Check that bad input ended a run with `status` and one clear line, without a traceback.
 
@@ -16,7 +20,7 @@ def assert_refused(run: Run, status: int, *texts: str) -> None:
     lines = {line for line in run.stderr.splitlines() if line.startswith("train.py: error: ")}
     assert len(lines) == 1, f"not one error line but {len(lines)}:\n{run.stdout}\n{run.stderr}"
     assert all(text in min(lines) for text in texts), f"{texts} not in {lines}"
-    ours = r'File "(.*/)?(train|train_lm|plumbing|data|models)\.py"'
+    ours = r'File "(.*/)?(train|train_lm|plumbing/\w+|data|models)\.py"'
     # A loader worker that has just been started when the run ends prints a traceback with no line of a file.
     unfinished = re.sub(r"Traceback [^\n]*\n  File \"<string>\"(.*\n)+?.*pickle data was truncated\n", "", run.stderr)
     assert not re.search("Traceback" if status == 2 else ours, unfinished), run.stderr

@@ -1,9 +1,9 @@
 """What it costs that hundreds of ranks meet: seconds, open files and memory, on one machine.
 
-    cd examples/torchrun_multinode && bash -c 'source ./plumbing.sh && PYTHONPATH=../.. python -m studies.ranks 64 256'
+    SLURM_JOB_ID=1 bash -c 'source plumbing/job.sh && python -m studies.ranks 64 256'
 
 PyTorch is imported once; then the ranks are forked. Each calls what train.py calls outside of its model: it joins the
-others, notes data and model, asks rank 0 for a checkpoint, prints the header, votes, and finishes. plumbing.sh raises
+others, notes data and model, asks rank 0 for a checkpoint, prints the header, votes, and finishes. job.sh raises
 the soft limit of open files, and has Gloo connect two ranks when they have something to say to each other.
 """
 

@@ -17,6 +17,7 @@ from harness import gpus, runs  # noqa: E402
 from harness.jobs import CPUS, GPUS, NODES, cancel_left, on_this_machine_only  # noqa: E402
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, Launcher, copy_example  # noqa: E402
 from harness.reference import reference as make_reference  # noqa: E402
+from harness.refusals import RefusedError  # noqa: E402
 from harness.runs import Reference  # noqa: E402
 from lab import Lab, why_not  # noqa: E402
 
@@ -214,6 +215,19 @@ def no_run_left() -> Iterator[None]:
             with contextlib.suppress(AssertionError):  # the others are to be ended all the same
                 run.end()
         pytest.fail(f"left running: {[run.command for run in left]}")
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have fail() of the plumbing, which would end the process of the tests, raise RefusedError."""
+    import plumbing
+
+    def fail(message: object) -> None:
+        raise RefusedError(str(message))
+
+    for module in vars(plumbing).values():
+        if getattr(module, "__package__", None) == "plumbing" and hasattr(module, "fail"):
+            monkeypatch.setattr(module, "fail", fail)
 
 
 @pytest.fixture(scope="session")

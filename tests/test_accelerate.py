@@ -69,7 +69,7 @@ def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -
     """
     step = stop(example, runs.start(example, folder, 2))
     edits.edit(
-        folder / "plumbing.py", "    return os.path.exists(", "    return dist.get_rank() == 1 and os.path.exists("
+        folder / "plumbing" / "stopping.py", "    return os.path.exists(", "    return rank() == 1 and os.path.exists("
     )
     again = runs.start(example, folder, 2, "--resume")
     again.read_until(f"continuing after epoch {step // 11} of 5, step {step % 11}")

@@ -133,7 +133,9 @@ def test_another_learning_rate(example: str, folder: Path, reference: Reference)
     """
     shutil.copytree(reference.output, folder / "output")
     train_py = folder / "train.py"
-    edits.edit(folder / "plumbing.py", "def resume_settings(args", REMOVED_FLAG + "def all_settings(args")
+    edits.edit(
+        folder / "plumbing" / "checkpoints.py", "def resume_settings(args", REMOVED_FLAG + "def all_settings(args"
+    )
     words = ["--resume", "--epochs", EPOCHS + 1, "--lr", 0, "--scale-lr", "sqrt", "--warmup-steps", 2]
     words += ["--max-grad-norm", 0.5] * ('"--max-grad-norm"' in train_py.read_text())
     run = runs.train(example, folder, 2, *words)
@@ -196,7 +198,7 @@ def test_killed_and_resumed(example: str, folder: Path, reference: Reference) ->
 @pytest.mark.runs("weekly")  # torchrun_multinode has an ordinary test of the same functions
 def test_saved_by_the_clock(example: str, folder: Path, reference: Reference) -> None:
     """All save within an epoch when a time has passed on the clock of one; killed then and resumed: the same bits."""
-    edits.edit(folder / "plumbing.py", "return int(seconds - ", "return int(dist.get_rank() == 1 and seconds - ")
+    edits.edit(folder / "plumbing" / "stopping.py", "return int(seconds - ", "return int(rank() == 1 and seconds - ")
     run = runs.start(example, folder, 2, "--checkpoint-every", "0.001min")
     run.read_epoch(1)
     file = next((folder / "output").glob("checkpoint/run.json"), folder / "output" / "checkpoint.pt")
@@ -456,10 +458,13 @@ def test_another_number_of_processes(example: str, folder: Path, tmp_path: Path)
 
 # Reads the checkpoint.
 READ = """
+from plumbing import checkpoints
 args = train.parse_args()
 vars(args).pop("zero_stage", None)  # deepspeed has it from a file
-train.plumbing.checks.look_at_model = lambda *_: None  # there is no model yet
-train.plumbing.accept(getattr(train, "shards", train.plumbing).read_checkpoint(args, None))
+checkpoints.checks.look_at_model = lambda *_: None  # there is no model yet
+name = getattr(train, "CHECKPOINT", checkpoints.CHECKPOINT)
+name = train.shards.CHECKPOINT if hasattr(train, "shards") else name
+checkpoints.accept(checkpoints.read_checkpoint(args, None, name))
 """
 
 
@@ -539,11 +544,11 @@ def test_stopped_in_an_evaluation(example: str, folder: Path, reference: Referen
 
     One process alone sees the request, as on one of several nodes.
     """
-    once = "rank() == 1 and len(progress['history']) == 1 and '--resume' not in sys.argv"
+    once = "rank() == 1 and len(progress['history']) == 1 and not args.resume"
     edits.edit(
-        folder / "plumbing.py",
+        folder / "plumbing" / "stopping.py",
         "        yield batch\n",
-        f"        yield batch\n        if {once}:\n            Path(os.environ['STOP_FILE']).touch()\n",
+        f"        yield batch\n        if {once}:\n            open(os.environ['STOP_FILE'], 'w')\n",
     )
     run = runs.train(example, folder, 2)
     steps = outputs.read_run(folder / "output")["settings"]["steps_per_epoch"]
@@ -576,7 +581,7 @@ def test_memory_of_a_resume(example: str, folder: Path) -> None:
     Nor does the checkpoint go from rank 0 to the others, but where these do not see its file: then it does.
     """
     enlarge(folder)
-    plumbing = folder / "plumbing.py"
+    plumbing = folder / "plumbing" / "checkpoints.py"
     line = "    shared = [found]\n"
     edits.edit(plumbing, line, f"    print('sends the checkpoint', flush=True)\n{line}")
     words = ["--epochs", 2, "--batch-size", 128]

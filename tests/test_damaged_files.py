@@ -1,19 +1,14 @@
 """Damaged files beside a good checkpoint begin anew, and a damaged checkpoint is never loaded, whatever Python is told.
 
-The functions have the same text in all examples that have them (nox -s sync), so most are called alone, right here.
+The functions of plumbing/ are the same in all examples, so most are called right here.
 """
 
 import ast
-import contextlib
-import errno
-import fcntl
 import json
-import os
 import pickle
 import shutil
 import subprocess
 import sys
-import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -22,23 +17,11 @@ from typing import Any
 
 import pytest
 
+import plumbing
 from harness import outputs
 from harness.launchers import ROOT
 from harness.processes import wait_until
 from harness.runs import Reference, Run
-
-EXAMPLES = ROOT / "examples"
-
-
-def functions(file: str, *wanted: str, **names: Any) -> dict[str, Any]:
-    """Return functions of a file of an example, as `python -O` compiles them: without assertions."""
-    tree = ast.parse((EXAMPLES / file).read_text())
-    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
-    modules = (contextlib, errno, fcntl, json, os, pickle, sys, zipfile, zlib)
-    names |= {module.__name__: module for module in modules} | {"Path": Path}
-    exec(compile(tree, file, "exec", optimize=1), names)
-    return names
-
 
 # ---- The record, run.json ----
 
@@ -64,7 +47,7 @@ RECORDS: dict[str, bytes | None] = {
 @pytest.mark.parametrize("case", RECORDS)
 def test_damaged_record(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
     """A run.json that cannot be read begins anew, with one line, and is kept; that of an earlier time is kept, too."""
-    read_record = functions("torchrun_multinode/plumbing.py", "read_record")["read_record"]
+    read_record = plumbing.records.read_record
     path, content = tmp_path / "run.json", RECORDS[case]
     for number in (1, 2):
         path.mkdir() if content is None else path.write_bytes(content)
@@ -77,7 +60,7 @@ def test_damaged_record(tmp_path: Path, capsys: pytest.CaptureFixture[str], case
 
 def test_good_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that is good, and one that is not there, are as they are, without a word."""
-    read_record = functions("torchrun_multinode/plumbing.py", "read_record")["read_record"]
+    read_record = plumbing.records.read_record
     assert read_record(tmp_path / "run.json") == {"starts": [], "stops": []}
     (tmp_path / "run.json").write_text(json.dumps(GOOD))
     assert read_record(tmp_path / "run.json") == GOOD
@@ -98,7 +81,6 @@ input()
 
 def test_unfinished_files(tmp_path: Path) -> None:
     """What write() leaves when its run is killed goes with the next run that gets the lock; all else stays."""
-    names = functions("torchrun_multinode/plumbing.py", "lock", "remove_unfinished")
     left = ["tmp.123.checkpoint.pt", "tmp.4.run.json", "tmp.link", "checkpoint/tmp.77.run.json", "tmp.9.metrics.csv"]
     own = ["tmp.txt", "tmp.123", "tmp.2024.csv", "tmp.x.checkpoint.pt", "checkpoint.pt", "mytmp.1.checkpoint.pt"]
     for name in (*left, *own, "other/tmp.1.run.json"):
@@ -108,10 +90,10 @@ def test_unfinished_files(tmp_path: Path) -> None:
     words = [sys.executable, "-c", LOCKS, tmp_path / ".lock"]
     with subprocess.Popen(words, cwd=tmp_path, stdin=subprocess.PIPE) as other:
         wait_until((tmp_path / "locked").exists, 60, "the other run's lock")
-        assert "another run is writing" in names["lock"](tmp_path)
+        assert "another run is writing" in plumbing.lock(tmp_path)
         assert all((tmp_path / name).exists() for name in (*left, *own))  # they are that run's
         other.communicate(b"\n", timeout=60)
-    assert names["lock"](tmp_path) is None
+    assert plumbing.lock(tmp_path) is None
     assert not any((tmp_path / name).exists() for name in left)
     assert all((tmp_path / name).exists() for name in (*own, "other/tmp.1.run.json", "tmp.5.folder.pt"))
 
@@ -131,12 +113,11 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("case", FOLDERS)
 def test_folder_that_is_none(tmp_path: Path, case: str) -> None:
     """An --output-dir that cannot be one is refused with what is in the way."""
-    lock = functions("torchrun_multinode/plumbing.py", "lock", "remove_unfinished")["lock"]
     make, says = FOLDERS[case]
     (tmp_path / "file").touch()
     folder = tmp_path / ("file/output" if case == "below a file" else "output")
     make(folder)
-    error = lock(folder)
+    error = plumbing.lock(folder)
     assert error.startswith(f"cannot write to --output-dir {folder} ({says}{tmp_path}"), error
 
 
@@ -200,9 +181,7 @@ CHECKPOINTS: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("case", CHECKPOINTS)
 def test_damaged_checkpoint(tmp_path: Path, case: str) -> None:
     """With PYTHONOPTIMIZE=1, as without, a checkpoint that has changed, or is none, is not loaded, and says why."""
-    import torch
-
-    load = functions("torchrun_multinode/plumbing.py", "load_checkpoint", torch=torch)["load_checkpoint"]
+    load = plumbing.checkpoints.load_checkpoint
     save_torch(path := tmp_path / "checkpoint.pt")
     assert load(path)["settings"] == {"seed": 0}
     CHECKPOINTS[case](path)
@@ -219,31 +198,47 @@ def refuse(message: str | None) -> None:
         raise ValueError(message)
 
 
-def test_damaged_shards(tmp_path: Path) -> None:
-    """Likewise one of many files: DeepSpeed's shards, and the file of fsdp that names its shards and checksums.
+def test_damaged_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Likewise one of many files: archives of PyTorch, other files by their checksum, and run.json.
 
-    Of DeepSpeed's shards each of two processes looks at its part, and at no other.
+    Of two processes each looks at its part, and at no other; a list of files is an older DeepSpeed's.
     """
-    shards = functions("deepspeed/shards.py", "check", "damaged")
-    folder, looked = tmp_path / "checkpoint", []
-    folder.mkdir()
+    from plumbing import shards
+
+    looked: list[str] = []
+    folder = tmp_path / "checkpoint" / "epoch1"
+    folder.mkdir(parents=True)
     names = [f"shard{number}.pt" for number in range(5)]
     for name in names:
         save_torch(folder / name)
-    opened = shards["zipfile"].ZipFile
+    (folder / ".metadata").write_text("sizes")
+    opened = shards.zipfile.ZipFile
     counting = SimpleNamespace(ZipFile=lambda path: looked.append(path.name) or opened(path))
-    found = {"tag": "epoch1", "files": names}
-    for rank in range(2):
-        shards |= {"zipfile": counting, "gather": lambda own: [own], "accept": refuse}
-        shards["dist"] = SimpleNamespace(get_rank=lambda rank=rank: rank)
-        assert shards["check"](SimpleNamespace(output_dir=tmp_path, world_size=2), found) == folder / "epoch1"
-    assert sorted(looked) == names
+    monkeypatch.setattr(shards, "zipfile", counting)
+    monkeypatch.setattr(shards, "gather", lambda own: [own])
+    monkeypatch.setattr(shards, "accept", refuse)
+    args = SimpleNamespace(output_dir=tmp_path, world_size=2)
+    files = {name: None for name in names} | {".metadata": zlib.crc32(b"sizes")}
+    kinds = ({"tag": "epoch1", "files": files}, {"tag": "epoch1", "files": [f"epoch1/{n}" for n in names]})
+    for found in kinds:
+        looked.clear()
+        for rank in range(2):
+            monkeypatch.setattr(shards.dist, "get_rank", lambda rank=rank: rank)
+            assert shards.check(args, found) == folder
+        assert sorted(looked) == names
     flip(folder / "shard3.pt")
-    with pytest.raises(ValueError, match="shard3.pt: .*has changed"):
-        shards["check"](SimpleNamespace(output_dir=tmp_path, world_size=2), found)
+    for found in kinds:
+        with pytest.raises(ValueError, match="shard3.pt: .*has changed"):
+            shards.check(args, found)
+    save_torch(folder / "shard3.pt")
+    (folder / ".metadata").write_text("Sizes")
+    with pytest.raises(ValueError, match=".metadata has changed"):
+        for rank in range(2):
+            monkeypatch.setattr(shards.dist, "get_rank", lambda rank=rank: rank)
+            shards.check(args, kinds[0])
 
-    load = functions("fsdp/shards.py", "load_checkpoint")["load_checkpoint"]
-    run = {"tag": "epoch1", "progress": {"step": 11}}
+    load = plumbing.checkpoints.load_checkpoint
+    run = {"tag": "epoch1", "progress": {"step": 11}, "files": {}}
     text = json.dumps(run | {"checksum": zlib.crc32(json.dumps(run).encode())})
     (tmp_path / "run.json").write_text(text)
     assert load(tmp_path / "run.json") == run
@@ -252,11 +247,18 @@ def test_damaged_shards(tmp_path: Path) -> None:
         load(tmp_path / "run.json")
 
 
+def test_no_assertions() -> None:
+    """No check of the plumbing is an `assert`: under PYTHONOPTIMIZE=1 it would be none."""
+    for path in (ROOT / "plumbing").glob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        assert not [node.lineno for node in nodes if isinstance(node, ast.Assert)], path
+
+
 def test_damaged_arrays(tmp_path: Path) -> None:
     """Likewise the checkpoint of horovod_tensorflow, in NumPy's format."""
     import numpy as np
 
-    load = functions("horovod_tensorflow/plumbing.py", "load_checkpoint", np=np)["load_checkpoint"]
+    load = plumbing.checkpoints.load_checkpoint
     path, run = tmp_path / "checkpoint.npz", {"progress": {"history": []}, "settings": {}}
     np.savez(path, w=np.arange(1000, dtype=np.float32), run=json.dumps(run))
     assert load(path)["progress"] == {"history": []}

@@ -1,58 +1,33 @@
 """What the user's shell holds: variables that train.py corrects or refuses in one line, and an output that is lost.
 
-The functions have the same text in all examples (nox -s sync), so most are called alone, in this process.
+The functions of plumbing/ are the same in all examples, so most are called right here.
 """
 
-import ast
-import contextlib
-import fcntl
-import io
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
 from harness.launchers import ROOT
 from harness.processes import clean_environment
+from harness.refusals import RefusedError
 from harness.runs import Run
+from plumbing.processes import check_environment
 
-PLUMBING = ROOT / "examples" / "torchrun_multinode" / "plumbing.py"
-
-
-class RefusedError(Exception):
-    """What fail() does here."""
-
-
-def refuse(message: object) -> None:
-    raise RefusedError(str(message))
-
-
-@pytest.fixture
-def plumbing() -> dict[str, Any]:
-    """The functions that look at the environment, without what else plumbing.py imports."""
-    names: dict[str, Any] = {"fail": refuse, "os": os, "sys": sys, "Path": Path, "socket": socket, "fcntl": fcntl}
-    names |= {"contextlib": contextlib, "io": io}
-    wanted = ("check_environment", "has_address", "keep_printing")
-    for node in ast.parse(PLUMBING.read_text()).body:
-        if isinstance(node, ast.FunctionDef) and node.name in wanted:
-            exec(ast.unparse(node), names)
-    return names
-
+pytestmark = pytest.mark.usefixtures("refusing")
 
 NUMBERS = {"8,1": "8", "": None, "auto": None, "0": None, "-1": None, "4": "4", " 6 ": "6", "2.5": None, "8x": None}
 
 
 @pytest.mark.parametrize("value", NUMBERS)
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"])
-def test_numbers(plumbing: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_numbers(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     """The first number counts, and what is none is as if it was not set: int() of it would end the run."""
     monkeypatch.setenv(name, value)
-    plumbing["check_environment"]()
+    check_environment()
     assert os.environ.get(name) == NUMBERS[value]
 
 
@@ -61,23 +36,23 @@ INTERFACES |= {"a-name-that-is-much-longer-than-any": "a-name-that", "lo,lo:9": 
 
 
 @pytest.mark.parametrize("value", INTERFACES)
-def test_interfaces(plumbing: dict[str, Any], monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_interfaces(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     """GLOO_SOCKET_IFNAME may name interfaces that have an address; the line names value, interface, and those there."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", value)
     if not (wrong := INTERFACES[value]):
-        plumbing["check_environment"]()
+        check_environment()
         return
     with pytest.raises(RefusedError) as refused:
-        plumbing["check_environment"]()
+        check_environment()
     text = str(refused.value)
     assert text.startswith(f"GLOO_SOCKET_IFNAME={value}: ") and f"no interface {wrong}" in text and " lo" in text
     assert "\n" not in text
 
 
 OTHERS = {  # modules that are imported: their names and files; below OTHER another project's; and what is refused
-    "own": ({"plumbing": "plumbing.py", "common": "common/__init__.py"}, ""),
+    "own": ({"plumbing": "plumbing/__init__.py", "common": "common/__init__.py"}, ""),
     "own, linked": ({"common": "linked/__init__.py"}, ""),
-    "plumbing of another": ({"plumbing": "OTHER/plumbing.py"}, "plumbing is imported from"),
+    "plumbing of another": ({"plumbing": "OTHER/plumbing/__init__.py"}, "plumbing is imported from"),
     "common of another": ({"common": "OTHER/common/__init__.py"}, "common is imported from"),
     "own_data of another": ({"own_data": "OTHER/own_data.py"}, "own_data is imported from"),
     "not of this project": ({"else_where": "OTHER/else_where.py"}, ""),
@@ -87,15 +62,14 @@ OTHERS = {  # modules that are imported: their names and files; below OTHER anot
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_modules_of_others(
-    plumbing: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
-) -> None:
+def test_modules_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
     """With PYTHONSAFEPATH and PYTHONPATH train.py would import what another project calls plumbing or common."""
     modules, says = OTHERS[case]
     folder = tmp_path / "project"
     for name in ("plumbing", "own_data", "common", "linked"):  # of this repository, by another test
         monkeypatch.delitem(sys.modules, name, raising=False)
-    for name in ("train.py", "plumbing.py", "own_data.py", "random.py", "common/__init__.py", "linked/__init__.py"):
+    packages = ("plumbing", "common", "linked")
+    for name in ("train.py", "own_data.py", "random.py", *(f"{name}/__init__.py" for name in packages)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(folder / "train.py")))
@@ -104,16 +78,15 @@ def test_modules_of_others(
         module.__file__ = file and str(folder / file.replace("OTHER", str(tmp_path / "other")))
         monkeypatch.setitem(sys.modules, name, module)
     if not says:
-        plumbing["check_environment"]()
+        check_environment()
         return
     with pytest.raises(RefusedError, match=f"{says} {tmp_path}/other/.*: unset PYTHONPATH and PYTHONSAFEPATH"):
-        plumbing["check_environment"]()
+        check_environment()
 
 
 PRINT = """
-import contextlib, io, os, sys
-from pathlib import Path
-FUNCTION
+import contextlib, os
+from plumbing.processes import keep_printing
 keep_printing()
 for number in range(2000):
     print(number, "Übung", "\\udce4")
@@ -138,11 +111,10 @@ OUTPUTS = {  # what stands behind the command, variables, and what the one line 
 def test_lost_output(tmp_path: Path, case: str) -> None:
     """Where standard output takes no more lines, a line on stderr says so once, and the program goes on to its end."""
     words, variables, says = OUTPUTS[case]
-    node = next(node for node in ast.parse(PLUMBING.read_text()).body if getattr(node, "name", "") == "keep_printing")
-    (tmp_path / "program.py").write_text(PRINT.replace("FUNCTION", ast.unparse(node)))
+    (tmp_path / "program.py").write_text(PRINT)
     command = f"ulimit -f 8; set -o pipefail; exec 3>status; (python program.py; echo $? >&3) {words}"
     command = command if case == "limit on files" else command.replace("ulimit -f 8; ", "")
-    environment = clean_environment() | variables
+    environment = clean_environment() | {"PYTHONPATH": str(ROOT)} | variables
     path = f"{Path(sys.executable).parent}:{environment['PATH']}"
     run = subprocess.run(
         ["bash", "-c", command],

@@ -154,9 +154,9 @@ def test_own_tokens(example: str, folder: Path) -> None:
 
 def note_shards(folder: Path, seconds: float = 0) -> None:
     """Have each process say when its shards are written, and wait so long before run.json names them."""
-    line = "    files = functools.reduce(dict.__or__, gather(own))"
-    note = f"    print('shards of', folder.name, flush=True)\n    __import__('time').sleep({seconds})\n"
-    edits.edit(folder / "shards.py", line, note + line)
+    line = "        shared = gather(files)"
+    note = f"        print('shards of', folder.name, flush=True)\n        __import__('time').sleep({seconds})\n"
+    edits.edit(folder / "plumbing" / "shards.py", line, note + line)
 
 
 @pytest.mark.runs("weekly")  # torchrun_multinode has ordinary tests of the same functions
@@ -250,8 +250,9 @@ def test_disk_full(example: str, folder: Path) -> None:
 def test_damaged_run_json(example: str, folder: Path, reference: Reference) -> None:
     """Any changed bit of run.json is noticed, unless it says the same all the same (in the last digit of a number)."""
     program = (
-        "import argparse, json, pathlib, shards\n"
-        "shards.checks.look_at_model = lambda *_: None\n"
+        "import argparse, json, pathlib\n"
+        "from plumbing import checks, shards\n"
+        "checks.look_at_model = lambda *_: None\n"
         "args = argparse.Namespace(output_dir=pathlib.Path('output'), resume=True, epochs=5)\n"
         "path = args.output_dir / 'checkpoint' / 'run.json'\n"
         "content = path.read_bytes()\n"
@@ -267,7 +268,7 @@ def test_damaged_run_json(example: str, folder: Path, reference: Reference) -> N
     run = runs.Run(["python", "-c", program], folder).wait()
     lines = run.stdout.splitlines()
     assert run.status == 0 and len(lines) > 100, run.stderr
-    says = "output/checkpoint is damaged or cannot be read (run.json: "
+    says = "output/checkpoint/run.json is damaged or cannot be read ("
     assert all(says in line and "move it away" in line for line in lines), lines
 
 
@@ -334,7 +335,7 @@ def test_refused(example: str, folder: Path) -> None:
 
 OWN_MODELS = """
 import os, sys
-import torch, train, plumbing, tensor_parallel
+import torch, train, sharded_model, tensor_parallel
 from torch import nn
 from torch.nn import functional as F
 from common import models
@@ -412,7 +413,7 @@ for kind in (models.Block, Seen, Buffer, Bool, Gamma, Statistics, Unused, Averag
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=True)
     train.initialise(model, 0)
     try:
-        plumbing.print_mesh(args, model, {"step": 0})
+        sharded_model.print_mesh(args, model, {"step": 0})
     except SystemExit:
         continue
     tokens, losses = torch.arange(32)[None] % 7, []

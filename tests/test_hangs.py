@@ -29,8 +29,9 @@ def test_stacks(example: str, folder: Path, reference: Reference) -> None:
     run.read_epoch(1)
     shown = Path(run.errors.name)
     # It is by the job's number that the processes are found. These have no job: another variable takes its place.
-    edits.edit(folder / "plumbing.sh", '"SLURM_JOB_ID=$SLURM_JOB_ID"', f'"{run.marker}"')
-    subprocess.run(["bash", "-c", "source ./plumbing.sh; ask_for_stacks"], cwd=folder, check=True, timeout=60)
+    edits.edit(folder / "plumbing" / "job.sh", '"SLURM_JOB_ID=$SLURM_JOB_ID"', f'"{run.marker}"')
+    words = ["bash", "-c", "SLURM_JOB_ID=1; source plumbing/job.sh; ask_for_stacks"]
+    subprocess.run(words, cwd=folder, check=True, timeout=60)
     for rank in range(2):
         pattern = rf'^(\[\d\]<stderr>:)?\[{HOST} rank {rank}\]   File ".*/train\.py", line \d+ in '
         wait_until(lambda: re.search(pattern, shown.read_text(), re.MULTILINE), 60, pattern)  # noqa: B023

@@ -55,7 +55,7 @@ answers = [
 ]
 strategy.barrier()
 print(rank, answers, flush=True)
-plumbing.disconnect()
+plumbing.launchers.disconnect()
 """
 
 

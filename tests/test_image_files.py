@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import plumbing
 from harness import edits, outputs, readme, runs
 from harness.runs import Reference
 
@@ -543,8 +544,7 @@ def test_workers_have_the_open_tars(
     try:
         multiprocessing.set_start_method(method, force=True)
         if program == "train.py":
-            plumbing = outputs.import_file(shipped / "plumbing.py")
-            monkeypatch.setattr(plumbing.atexit, "register", lambda *_: None)
+            monkeypatch.setattr(plumbing.launchers.atexit, "register", lambda *_: None)
             plumbing.end_with_loader_workers()
             train_set, _, _ = load(module, Path("data.tar"))
             assert [image.shape[1] for image, _ in DataLoader(train_set, num_workers=1)] == [3] * 6

@@ -50,7 +50,8 @@ def test_kept(example: str, folder: Path) -> None:
 PROGRAM = """
 import errno, math, os, pathlib, signal, sys
 from argparse import Namespace
-import torch, plumbing
+import torch
+from plumbing import checkpoints
 
 LOSSES, SURVIVED = [3.0, math.nan, 1.0, 2.0, 2.5, 1.5], 3
 
@@ -79,11 +80,11 @@ def train(output, moment, how):
     args = Namespace(output_dir=output, keep_epochs=2, steps_per_epoch=4, scale_lr=None, world_size=1)
     newest, history = output / "checkpoint.pt", []
     if newest.exists():
-        history = plumbing.load_checkpoint(newest)["progress"]["history"]
+        history = checkpoints.load_checkpoint(newest)["progress"]["history"]
     for epoch in range(len(history), len(LOSSES)):
-        plumbing.write_checkpoints(args, {"progress": {"step": epoch * 4 + 2, "history": history}})  # within an epoch
+        checkpoints.write_checkpoint(args, {"progress": {"step": epoch * 4 + 2, "history": history}})  # within an epoch
         history.append({"test_loss": LOSSES[epoch]})
-        plumbing.write_checkpoints(args, {"progress": {"step": epoch * 4 + 4, "history": history}})
+        checkpoints.write_checkpoint(args, {"progress": {"step": epoch * 4 + 4, "history": history}})
     os._exit(SURVIVED if 0 < moment <= count[0] else 0)
 
 def attempt(*args):
@@ -93,7 +94,7 @@ def attempt(*args):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 def kept(output):
-    found = {path.name: len(plumbing.load_checkpoint(path)["progress"]["history"]) for path in output.glob("c*.pt")}
+    found = {path.name: len(checkpoints.load_checkpoint(path)["progress"]["history"]) for path in output.glob("c*.pt")}
     newest = found.pop("checkpoint.pt", 0)
     assert len(found) <= 3, found
     assert all(name in (f"checkpoint-epoch-{epoch}.pt", "checkpoint-best.pt") for name, epoch in found.items()), found

@@ -4,46 +4,21 @@ What each example's parser refuses stands in harness/refusals.py: test_bad_input
 """
 
 import argparse
-import importlib.util
 import json
 import runpy
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+import plumbing
 from harness import refusals, runs
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
+from harness.refusals import RefusedError
 
-
-class Refused(Exception):
-    """What stands in the place of fail(), which would end the process of the tests."""
-
-
-def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return an example's plumbing.py, whose fail() raises Refused."""
-    folder = ROOT / "examples" / name
-    monkeypatch.syspath_prepend(str(folder))
-    for module in ("hangs", "checks"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    spec = importlib.util.spec_from_file_location(f"plumbing_of_{name}", folder / "plumbing.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
-    def fail(message: str) -> None:
-        raise Refused(message)
-
-    monkeypatch.setattr(module, "fail", fail)
-    return module
-
-
-@pytest.fixture
-def plumbing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The functions that all examples share."""
-    return load("torchrun_multinode", monkeypatch)
+pytestmark = pytest.mark.usefixtures("refusing")
 
 
 def test_each_flag_has_a_row() -> None:
@@ -74,7 +49,7 @@ CASES = [(name, value) for name, values in ACCEPTED.items() for value in values]
 
 
 @pytest.mark.parametrize(("name", "value"), CASES)
-def test_accepted(plumbing: ModuleType, name: str, value: float | None) -> None:
+def test_accepted(name: str, value: float | None) -> None:
     """Numbers up to the bounds are taken."""
     plumbing.check_args(argparse.ArgumentParser(exit_on_error=False), Namespace(**{name: value}))
 
@@ -93,12 +68,12 @@ def test_largest_seed(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("words", "seconds"), [("0.0001min", 0.006), ("0.001min", 0.06), ("999999min", 59_999_940)])
-def test_minutes(plumbing: ModuleType, words: str, seconds: float) -> None:
+def test_minutes(words: str, seconds: float) -> None:
     """A short time means a checkpoint after each step, as 1 does; a long one does not overflow."""
     assert plumbing.steps_or_minutes(words).total_seconds() == pytest.approx(seconds)
 
 
-def shared(plumbing: ModuleType, processes: int, global_batch: int, batch: int, accumulates: bool = True) -> Namespace:
+def shared(processes: int, global_batch: int, batch: int, accumulates: bool = True) -> Namespace:
     """Return what share_batch makes of these numbers."""
     args = Namespace(world_size=processes, global_batch=global_batch, batch_size=batch)
     if accumulates:
@@ -133,26 +108,26 @@ SHARED = {  # processes, global batch, batch size: batch size and batches, or wh
 
 
 @pytest.mark.parametrize(("numbers", "found"), SHARED.items())
-def test_share_of_global_batch(plumbing: ModuleType, numbers: tuple[int, int, int], found: str | tuple) -> None:
+def test_share_of_global_batch(numbers: tuple[int, int, int], found: str | tuple) -> None:
     """A share is cut into equal batches of at most --batch-size and at least half of that, or the nearest are named."""
     if isinstance(found, str):
-        with pytest.raises(Refused) as refused:
-            shared(plumbing, *numbers)
+        with pytest.raises(RefusedError) as refused:
+            shared(*numbers)
         assert str(refused.value).startswith("--global-batch ") and found in str(refused.value)
         near = [int(word) for word in found.replace(",", "").split("use ")[1].split() if word.isdigit()]
         for number in near[:2]:
-            shared(plumbing, numbers[0], number, numbers[2])
+            shared(numbers[0], number, numbers[2])
         return
-    args = shared(plumbing, *numbers)
+    args = shared(*numbers)
     assert (args.batch_size, args.gradient_accumulation_steps) == found
     assert args.batch_size * args.gradient_accumulation_steps * numbers[0] == numbers[1]
 
 
-def test_share_in_one_batch(plumbing: ModuleType) -> None:
+def test_share_in_one_batch() -> None:
     """An example that does not accumulate takes its share in one batch, whatever --batch-size says."""
-    assert shared(plumbing, 2, 62, 16, accumulates=False).batch_size == 31
-    with pytest.raises(Refused, match="use 60 or 62"):
-        shared(plumbing, 2, 61, 16, accumulates=False)
+    assert shared(2, 62, 16, accumulates=False).batch_size == 31
+    with pytest.raises(RefusedError, match="use 60 or 62"):
+        shared(2, 61, 16, accumulates=False)
 
 
 CONFIGS = {
@@ -174,16 +149,16 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize(("text", "says"), CONFIGS.items())
-def test_numbers_of_deepspeed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, says: str) -> None:
+def test_numbers_of_deepspeed(tmp_path: Path, text: str, says: str) -> None:
     """The config file of DeepSpeed has no number that would be replaced without a word, or is none."""
-    plumbing = load("deepspeed", monkeypatch)
     config = json.loads(text)
     config = {"optimizer": {"type": "AdamW"}} | config
     config["optimizer"]["type"] = "AdamW"
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    with pytest.raises(Refused) as refused:
-        plumbing.share_batch(Namespace(deepspeed_config=path, global_batch=64, world_size=2, batch_size=32))
+    with pytest.raises(RefusedError) as refused:
+        steps = plumbing.read_config(path).get("gradient_accumulation_steps", 1)
+        plumbing.share_batch(Namespace(global_batch=64, world_size=2, batch_size=32), steps)
     assert says in str(refused.value) and ("--global-batch" in str(refused.value) or str(path) in str(refused.value))
 
 
@@ -204,22 +179,20 @@ def layers(kind: str) -> Callable[[], object]:
 
 
 @pytest.mark.parametrize("kind", ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm1d"])
-def test_batch_of_one(plumbing: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_batch_of_one(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """BatchNorm over a single value ends in one line that names --batch-size, whichever layer it is."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    plumbing.explain_errors()
+    plumbing.processes.explain_errors()
     with pytest.raises(ValueError) as raised:
         layers(kind)()
-    with pytest.raises(Refused, match=r"BatchNorm needs batches of 2 or more .*: use a larger --batch-size"):
+    with pytest.raises(RefusedError, match=r"BatchNorm needs batches of 2 or more .*: use a larger --batch-size"):
         sys.excepthook(ValueError, raised.value, raised.value.__traceback__)
 
 
-def test_other_errors(
-    plumbing: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """All other exceptions are shown as before; of a loader worker's DataError the last line is."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    plumbing.explain_errors()
+    plumbing.processes.explain_errors()
     error = ValueError("Expected something else")
     sys.excepthook(ValueError, error, None)
     assert "ValueError: Expected something else" in capsys.readouterr().err
@@ -227,7 +200,7 @@ def test_other_errors(
     worker = kind(
         "Caught DataError in DataLoader worker process 1.\nOriginal Traceback:\ncommon.data.DataError: sample(3)"
     )
-    with pytest.raises(Refused, match=r"^sample\(3\)$"):
+    with pytest.raises(RefusedError, match=r"^sample\(3\)$"):
         sys.excepthook(kind, worker, None)
 
 
@@ -294,7 +267,6 @@ WARMUPS = {
 
 @pytest.mark.parametrize(("numbers", "says"), WARMUPS.items())
 def test_warmup_above_all_steps(
-    plumbing: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     numbers: tuple[int, int, int],
@@ -304,10 +276,8 @@ def test_warmup_above_all_steps(
     import torch
 
     warmup, epochs, steps = numbers
-    nothing = {"record": lambda *_: None, "rank": lambda: 0, "gather": lambda value: [value], "hangs": Namespace()}
-    for name, value in nothing.items():
-        monkeypatch.setattr(plumbing, name, value)
-    plumbing.hangs.watch = lambda *_: None
+    monkeypatch.setattr(plumbing.records, "record", lambda *_: None)
+    monkeypatch.setattr(plumbing.hangs, "watch", lambda *_: None)
     settings = {"warmup_steps": warmup, "epochs": epochs, "steps_per_epoch": steps, "world_size": 1, "global_batch": 64}
     progress = {"step": 6, "history": [{}]}
     for args, expected in ((settings, says), (settings | {"has_scheduler": True}, ""), ({"world_size": 1}, "")):
@@ -315,9 +285,3 @@ def test_warmup_above_all_steps(
         plumbing.print_header(Namespace(**args), "ConvNet on digits", torch.device("cpu"), progress)
         lines = capsys.readouterr().out.splitlines()
         assert [line for line in lines if "--warmup-steps" in line] == [expected] * bool(expected)
-
-
-def test_all_examples_look_at_the_warmup() -> None:
-    """The line is printed by each example that has the flag, since the header is."""
-    for name in EXAMPLES:
-        assert "checks.long_warmup(args)" in (ROOT / "examples" / name / "plumbing.py").read_text(), name

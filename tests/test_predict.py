@@ -61,7 +61,7 @@ def test_killed_and_stopped(example: str, folder: Path, reference: Reference) ->
     program = folder / "predict.py"
     shipped = program.read_text()
     line = "        vote = torch.tensor([int(plumbing.stop_requested())])\n"
-    wait = '        while progress["step"] == 2 and not plumbing.stop_requested(): plumbing.time.sleep(0.1)\n'
+    wait = '        while progress["step"] == 2 and not plumbing.stop_requested(): __import__("time").sleep(0.1)\n'
     edits.edit(program, line, wait + line)
     parts = folder / "predictions" / "parts"
     run = start(folder, 2)

@@ -237,15 +237,14 @@ def test_what_a_run_has_used(example: str, finished: Path) -> None:
 
 
 READ = """
-import plumbing
-plumbing.rank = plumbing.disconnect = lambda: 0
-plumbing.gather, plumbing.end = lambda value: [value], lambda status: None
-plumbing.record = lambda args, progress, what, facts: print("MB:", facts["used"][0]["read_mb"])
-plumbing.finish(None, None, "begins")
+from plumbing import records
+records.end = lambda status: None
+records.record = lambda args, progress, what, facts: print("MB:", facts["used"][0]["read_mb"])
+records.finish(None, None, "begins")
 with open("large", "rb") as file:
     while file.read(1 << 20):
         pass
-plumbing.finish(None, None, "ends")
+records.finish(None, None, "ends")
 """
 
 

@@ -46,7 +46,7 @@ def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -
     run = runs.start(example, folder, 2)
     step = stop(example, run)
     edits.edit(
-        folder / "plumbing.py", "    return os.path.exists(", "    return dist.get_rank() == 1 and os.path.exists("
+        folder / "plumbing" / "stopping.py", "    return os.path.exists(", "    return rank() == 1 and os.path.exists("
     )
     again = runs.start(example, folder, 2, "--resume")
     again.read_until(f"continuing after epoch {step // 11} of 5, step {step % 11}")
@@ -80,7 +80,7 @@ def test_worker_killed_and_started_again(example: str, folder: Path, reference: 
 
     They were saved every step, or whenever 0.06 s had passed on the clock of one process, which has to tell the other.
     """
-    edits.edit(folder / "plumbing.py", "return int(seconds - ", "return int(dist.get_rank() == 1 and seconds - ")
+    edits.edit(folder / "plumbing" / "stopping.py", "return int(seconds - ", "return int(rank() == 1 and seconds - ")
     run = restarting(folder, "--checkpoint-every", every, "--resume")
     run.read_epoch(1)
     wait_until(lambda: saved_step(folder / "output") >= 11 + 2, 300, "a checkpoint in mid-epoch")
@@ -179,7 +179,7 @@ def test_output_folder_removed(example: str, folder: Path) -> None:
 def test_checkpoint_that_cannot_be_made(example: str, folder: Path) -> None:
     """A state that cannot be pickled ends the run with its traceback: no night without a checkpoint."""
     line = '"settings": resume_settings(args)}'
-    edits.edit(folder / "plumbing.py", line, f"{line} | {{'mine': lambda: 0}}")
+    edits.edit(folder / "plumbing" / "checkpoints.py", line, f"{line} | {{'mine': lambda: 0}}")
     run = runs.start(example, folder, 2).wait()
     assert run.status == 1 and re.search("Error: Can't (pickle|get local)", run.stderr), run.stderr
     assert "finished" not in run.stdout

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import plumbing
-from plumbing import shards
 from common import data
 from common.models import ConvNet
+from plumbing import shards
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # deepspeed: else it warns
 import deepspeed  # noqa: E402

@@ -29,10 +29,10 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import plumbing
 import sharded_model
-from plumbing import shards
 import tensor_parallel
 from common import data
 from common.models import TinyGPT, token_loss
+from plumbing import shards
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}  # of the weights; bf16: mixed precision
 
@@ -165,7 +165,8 @@ def save_checkpoint(args, model, optimizer, progress):
     weights, state = state_dict.get_state_dict(model, optimizer)
     with shards.write_errors(folder):
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)  # fsdp: each process writes its shards
-        shards.complete(args, progress | {"sums": progress["sums"].tolist(), "mesh": [args.groups, args.tensor_parallel]}, folder)
+        saved = {"sums": progress["sums"].tolist(), "mesh": [args.groups, args.tensor_parallel]}
+        shards.complete(args, progress | saved, folder)
 
 
 def resume(args, model, optimizer, device):

@@ -1,4 +1,4 @@
-"""checks.py of the examples: which data and models are the same, and which results cannot be right."""
+"""plumbing/checks.py: which data and models are the same, and which results cannot be right."""
 
 import importlib.util
 import math
@@ -20,7 +20,7 @@ from harness.launchers import ROOT
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module, as new; the program that it is called by is ddp_spawn's train.py."""
-    path = ROOT / "examples" / "torchrun_multinode" / "checks.py"
+    path = ROOT / "plumbing" / "checks.py"
     spec = importlib.util.spec_from_file_location("checks_of_examples", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

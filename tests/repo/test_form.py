@@ -1,7 +1,6 @@
 """The form of the examples: short lessons, plumbing beside them, and copies that are held to be the same."""
 
 import ast
-import contextlib
 import io
 import re
 import shutil
@@ -13,18 +12,16 @@ from argparse import Namespace
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import plumbing
 from harness import copies, edits, runs
 from harness.launchers import EXAMPLES, LAUNCHERS, MINIMAL, ROOT, copy_example
 from harness.processes import clean_environment
 
 # The most lines of each file; of train.py, see `lines` in the table of the examples.
 LINES = {"README.md": 110, "run.slurm": 50}
-# These are not bounded until they are one folder.
-PLUMBING = ("plumbing.py", "plumbing.sh", "requeue.sh", "hangs.py", "checks.py")
 TRAINING_BY = 100  # the line before which the function that trains begins
 LONGEST, PARAMETERS = 55, 6  # lines and parameters of a function
 
@@ -60,7 +57,7 @@ def test_two_files_to_read(name: str) -> None:
     assert_readable(text_of(name), LAUNCHERS[name].lines)
     for file, most in LINES.items():
         assert len(text_of(name, file).splitlines()) <= most, file
-    for file in ("train.py", *LINES, *PLUMBING):
+    for file in ("train.py", *LINES):
         assert all(len(line) <= 120 for line in text_of(name, file).splitlines()), file
 
 
@@ -138,47 +135,45 @@ def test_learning_rate() -> None:
         assert names["learning_rate"](args, 0) == names["learning_rate"](args, 10**6) == 0.5 * factor
 
 
-def test_wish() -> None:
-    """With --checkpoint-every N a process wants to save after each Nth step, with a time when that has passed.
+def test_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --checkpoint-every N a process asks to save after each Nth step, with a time when that has passed.
 
     It is counted from the last save of the epoch, which also is where the process began: `seconds` of progress. A
-    request to stop is above both. Without the flag nothing is wanted.
+    request to stop is above both. Without the flag nothing is asked for.
     """
     stops: list[bool] = []
-    names: dict[str, Any] = {"timedelta": timedelta, "stop_requested": lambda: bool(stops)}
-    exec(ast.unparse(functions(text_of("torchrun_multinode", "plumbing.py"))["wish"]), names)
+    monkeypatch.setattr(plumbing.stopping, "stop_requested", lambda: bool(stops))
 
-    def wishes(every: int | timedelta | None, *moments: tuple[int, float]) -> list[int]:
+    def requests(every: int | timedelta | None, *moments: tuple[int, float]) -> list[int]:
         args = Namespace(checkpoint_every=every)
-        return [names["wish"](args, {"step": step, "seconds": 100.0}, seconds) for step, seconds in moments]
+        return [plumbing.requested(args, {"step": step, "seconds": 100.0}, seconds) for step, seconds in moments]
 
     in_steps, in_time = [(step, 1e6) for step in range(6)], [(0, 100.0), (1, 159.9), (2, 160.1), (3, 1e6)]
-    assert wishes(3, *in_steps) == [0, 0, 1, 0, 0, 1] and wishes(1, *in_steps) == [1] * 6
-    assert wishes(timedelta(minutes=1), *in_time) == [0, 0, 1, 1]
-    assert wishes(None, *in_steps) == [0] * 6
+    assert requests(3, *in_steps) == [0, 0, 1, 0, 0, 1] and requests(1, *in_steps) == [1] * 6
+    assert requests(timedelta(minutes=1), *in_time) == [0, 0, 1, 1]
+    assert requests(None, *in_steps) == [0] * 6
     stops.append(True)
-    assert [*wishes(3, *in_steps), *wishes(timedelta(minutes=1), *in_time), *wishes(None, *in_steps)] == [2] * 16
+    assert [*requests(3, *in_steps), *requests(timedelta(minutes=1), *in_time), *requests(None, *in_steps)] == [2] * 16
 
 
 def test_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """run.json has the commit of the program, and whether files differ from it; in a job what requeue.sh has noted."""
-    names: dict[str, Any] = {"Path": Path, "sys": sys, "subprocess": subprocess, "contextlib": contextlib}
-    exec(ast.unparse(functions(text_of("torchrun_multinode", "plumbing.py"))["commit"]), names)
+    commit = plumbing.records.commit
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
-    assert names["commit"]() is None
+    assert commit() is None
     (tmp_path / "train.py").write_text("first")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org"]
     for words in ("init --quiet", "add train.py", "commit --quiet --message=first"):
         subprocess.run([*git, *words.split()], check=True, timeout=60)
-    assert re.fullmatch(r"[0-9a-f]{40}", clean := names["commit"]())
+    assert re.fullmatch(r"[0-9a-f]{40}", clean := commit())
     (tmp_path / "train.py").write_text("second")
-    assert names["commit"]() == f"{clean}-dirty"
+    assert commit() == f"{clean}-dirty"
     for noted, found in (("noted\n", "noted"), ("", None)):
         (tmp_path / ".commit").write_text(noted)
-        assert names["commit"]() == found
+        assert commit() == found
     monkeypatch.setenv("PATH", "")
     (tmp_path / ".commit").unlink()
-    assert names["commit"]() is None
+    assert commit() is None
 
 
 class WithoutPlumbing(ast.NodeTransformer):
@@ -196,11 +191,9 @@ class WithoutPlumbing(ast.NodeTransformer):
 
 
 def test_without_plumbing(tmp_path: Path) -> None:
-    """Without plumbing.py and the calls to it, ddp_spawn's train.py still trains: its loss falls as before."""
+    """Without plumbing/ and the calls to it, ddp_spawn's train.py still trains: its loss falls as before."""
     folder = copy_example(ROOT / "examples" / "ddp_spawn", tmp_path / "plain")
-    (folder / "plumbing.py").unlink()
-    (folder / "plumbing.sh").unlink()
-    (folder / "requeue.sh").unlink()
+    shutil.rmtree(folder / "plumbing")
     text = text_of("ddp_spawn").replace("plumbing.print_epoch(args, progress)", "print('row', row) if rank == 0 else 0")
     tree = ast.fix_missing_locations(WithoutPlumbing().visit(ast.parse(text)))
     assert "plumbing" not in "\n".join(ast.unparse(tree).splitlines()[10:])  # the docstring names it
@@ -214,55 +207,56 @@ def test_without_plumbing(tmp_path: Path) -> None:
 def repository(tmp_path: Path) -> Path:
     """A copy of what `nox -s sync` looks at."""
     left_out = shutil.ignore_patterns("output", "data", ".venv", "__pycache__")
-    for name in ("common", "examples", "harness", "jupyter"):
+    for name in (*copies.FOLDERS, "examples", "harness"):
         shutil.copytree(ROOT / name, tmp_path / "copy" / name, ignore=left_out)
     shutil.copy(ROOT / "noxfile.py", tmp_path / "copy")
     return tmp_path / "copy"
 
 
-def test_sync_of_common(repository: Path) -> None:
+def test_sync(repository: Path) -> None:
     """`nox -s sync` fails on a changed, a missing and an extra file, names them, and --fix corrects them."""
     assert runs.nox(repository, "-s", "sync").returncode == 0
-    copy = repository / "examples" / EXAMPLES[0] / "common"
-    (copy / "models.py").write_text((copy / "models.py").read_text() + "\n")
-    (copy / "digits.npz").unlink()
-    (copy / "extra.py").touch()
-    without_torch = "horovod_tensorflow/common/models.py"  # that one has the data file only
-    (repository / "examples" / without_torch).write_text((ROOT / "common" / "models.py").read_text())
+    copy = repository / "examples" / EXAMPLES[0]
+    (copy / "plumbing" / "files.py").write_text((copy / "plumbing" / "files.py").read_text() + "\n")
+    (copy / "common" / "digits.npz").unlink()
+    (copy / "plumbing" / "extra.py").touch()
     failed = runs.nox(repository, "-s", "sync")
     assert failed.returncode != 0
-    assert all(f"{EXAMPLES[0]}/common/{name}" in failed.stderr for name in ("models.py", "digits.npz", "extra.py"))
-    assert without_torch in failed.stderr
+    wrong = ("plumbing/files.py", "common/digits.npz", "plumbing/extra.py")
+    assert all(f"{EXAMPLES[0]}/{name}" in failed.stderr for name in wrong)
     assert "data.py" not in failed.stderr and "nox -s sync -- --fix" in failed.stderr
     assert runs.nox(repository, "-s", "sync", "--", "--fix").returncode == 0
     assert copies.differences(repository) == [] and runs.nox(repository, "-s", "sync").returncode == 0
 
 
+def test_sync_of_a_fix(repository: Path) -> None:
+    """What is mended in the top-level plumbing/ is one file, and --fix writes it into all examples."""
+    (repository / "plumbing" / "job.sh").write_text("# mended\n")
+    assert copies.differences(repository) == [f"examples/{name}/plumbing/job.sh" for name in EXAMPLES]
+    copies.fix(repository)
+    assert copies.differences(repository) == []
+
+
 @pytest.mark.parametrize("name", copies.FILES)
 def test_sync_of_files(repository: Path, name: str) -> None:
-    """A file that differs from the first example's is named, and --fix writes that one's text into the others.
+    """A file that differs from the first example's of the same framework is named, and --fix writes that one's text.
 
-    With `# own: why` in it, it may differ, and --fix leaves it alone. A changed source changes all others.
+    A changed source changes all others, but not those of another framework.
     """
     assert copies.differences(repository) == []
-    path, source = repository / "examples" / "horovod_lightning" / name, copies.in_examples(repository, name)[0]
+    path = repository / "examples" / "horovod_lightning" / name
+    (source,) = [source for copied, source in copies.sources(repository) if copied == path]
     before = path.read_text()
     path.write_text(f"{before}\n# changed\n")
     assert copies.differences(repository) == [f"examples/horovod_lightning/{name}"]
     copies.fix(repository)
     assert path.read_text() == before and copies.differences(repository) == []
 
-    path.write_text(own := f"{before}\n# own: this launcher needs another\n")
-    assert copies.differences(repository) == []
-    copies.fix(repository)
-    assert path.read_text() == own
-    path.write_text(before)
-
-    source.write_text(f"{source.read_text()}\n# changed\n")
-    assert f"examples/horovod_lightning/{name}" in copies.differences(repository)
-    own = "# own: " in (repository / "examples" / "horovod_tensorflow" / name).read_text()
-    assert own == (name not in ("checks.py", "hangs.py", "requeue.sh"))  # of another framework, but in the same way
-    assert any("horovod_tensorflow" in wrong for wrong in copies.differences(repository)) != own
+    source.write_text(f"{before}\n# changed\n")
+    wrong = copies.differences(repository)
+    assert f"examples/horovod_lightning/{name}" in wrong
+    assert ("examples/horovod_tensorflow/container.def" in wrong) == (name == "container.def")
+    assert f"examples/horovod_tensorflow/{name}" not in wrong or name == "container.def"
     copies.fix(repository)
     assert path.read_text() == source.read_text() != before and copies.differences(repository) == []
 
@@ -286,7 +280,7 @@ plumbing.write(pathlib.Path("checkpoint.pt"), save)
 def test_save_that_does_not_end(tmp_path: Path, how: str, status: int) -> None:
     """A process that is killed while it saves, and a full disk, leave the file as it was; all examples save alike."""
     (tmp_path / "checkpoint.pt").write_text("the old")
-    environment = clean_environment() | {"PYTHONPATH": str(ROOT / "examples" / copies.FIRST)}
+    environment = clean_environment() | {"PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", SAVE, how]
     run = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == status, run.stderr
@@ -294,54 +288,3 @@ def test_save_that_does_not_end(tmp_path: Path, how: str, status: int) -> None:
     if how != "killed":
         assert run.stderr.count("\n") == 1 and "cannot write checkpoint.pt" in run.stderr
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
-
-
-CHANGES: dict[str, tuple[str, str, str]] = {  # file, what is changed, and the function in which it is
-    "Python": ("examples/ddp_spawn/plumbing.py", "os.fsync(file.fileno())", "write"),
-    "bash": ("examples/ddp_spawn/plumbing.sh", "claim_folder", "prepare"),
-    "jupyter": ("jupyter/run.slurm", "status=$?", "wait_for"),
-}
-
-
-@pytest.mark.parametrize(("file", "old", "function"), CHANGES.values(), ids=CHANGES)
-def test_sync_of_functions(repository: Path, file: str, old: str, function: str) -> None:
-    """A function that differs from the first example's is named, and --fix writes that one's text into the others.
-
-    With `# own: why` above it, it may differ, and --fix leaves it alone. A changed source changes all others.
-    """
-    before = (repository / file).read_text()
-    edits.edit(repository / file, old, f"{old}  # changed")
-    assert copies.differences(repository) == [f"{file}: {function}"]
-    copies.fix(repository)
-    assert (repository / file).read_text() == before
-
-    edits.edit(repository / file, old, f"{old}  # changed")
-    start = re.search(rf"^(def )?{function}\(", before, re.MULTILINE)[0]
-    edits.edit(repository / file, f"\n{start}", f"\n# own: this launcher needs another\n{start}")
-    own = (repository / file).read_text()
-    assert copies.differences(repository) == []
-    copies.fix(repository)
-    assert (repository / file).read_text() == own
-
-    source = repository / "examples" / copies.FIRST / Path(file.replace("jupyter/run.slurm", "plumbing.sh")).name
-    edits.edit(source, old, f"{old}  # changed")
-    wrong = copies.differences(repository)
-    assert len(wrong) > 1 and all(name.endswith(f": {function}") for name in wrong)
-    copies.fix(repository)
-    assert copies.differences(repository) == []
-
-
-@pytest.mark.parametrize(
-    ("file", "function"),
-    [("horovod_lightning/plumbing.py", "gather"), ("fsdp/shards.py", "begin"), ("horovod_cpu/gloo.sh", "own_address")],
-    ids=["own", "shards", "gloo"],
-)
-def test_sync_of_other_functions(repository: Path, file: str, function: str) -> None:
-    """Functions that are own for the same reason have the same text, and those of shards.py and gloo.sh, too."""
-    path = repository / "examples" / file
-    before = path.read_text()
-    start = re.search(rf"^(?:def )?{function}\(.*\n", before, re.MULTILINE)[0]
-    edits.edit(path, start, f"{start}    # changed\n")
-    assert copies.differences(repository) == [f"examples/{file}: {function}"]
-    copies.fix(repository)
-    assert copies.differences(repository) == [] and path.read_text() == before

@@ -20,7 +20,7 @@ from harness import runs
 from harness.launchers import ROOT
 from harness.processes import wait_until
 
-HANGS = ROOT / "examples" / "torchrun_multinode" / "hangs.py"
+HANGS = ROOT / "plumbing" / "hangs.py"
 
 FASTER = 80  # times the speed of the real clock
 RANKS = 8
@@ -46,7 +46,7 @@ class Store(dict):
 
 
 def shipped(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> ModuleType:
-    """Return hangs.py as the examples have it, with a fast clock and a store of this process."""
+    """Return hangs.py, with a fast clock and a store of this process."""
     spec = importlib.util.spec_from_file_location("hangs", HANGS)
     hangs = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hangs)
@@ -99,7 +99,7 @@ BEFORE = {
 }
 START = """
 import argparse, fcntl, os, socket, subprocess, threading, time
-import hangs
+from plumbing import hangs
 
 server = socket.create_server(("127.0.0.1", 0))
 hangs.watch_start(argparse.Namespace(timeout=1, epochs=1))
@@ -112,7 +112,8 @@ load_data()
 @pytest.mark.parametrize("what", BEFORE)
 def test_before_training(tmp_path: Path, what: str) -> None:
     """A process that comes to no training says where it stands, before the others give up."""
-    shutil.copy(HANGS, tmp_path)
+    (tmp_path / "plumbing").mkdir()
+    shutil.copy(HANGS, tmp_path / "plumbing")
     (tmp_path / "train.py").write_text(START.format(waits=BEFORE[what]))
     os.mkfifo(tmp_path / "pipe")
     with open(tmp_path / "lock", "w") as held:

@@ -8,8 +8,8 @@ import pytest
 from harness.launchers import ROOT
 from harness.processes import clean_environment
 
-FOLDER = ROOT / "examples" / "torchrun_multinode"
-COMMAND = f"ulimit -Sn 1024; source ./plumbing.sh; exec {sys.executable} -m studies.ranks"
+FOLDER = ROOT
+COMMAND = f"ulimit -Sn 1024; export SLURM_JOB_ID=1; source plumbing/job.sh; exec {sys.executable} -m studies.ranks"
 
 
 def ranks(*numbers: int, command: str = COMMAND) -> subprocess.CompletedProcess[str]:
@@ -32,7 +32,7 @@ def test_a_few_ranks() -> None:
 @pytest.mark.runs("weekly")
 @pytest.mark.timeout(1000)
 def test_512_ranks() -> None:
-    """512 ranks join, vote and finish where a process may open 1,024 files; without plumbing.sh they would not."""
+    """512 ranks join, vote and finish where a process may open 1,024 files; without job.sh they would not."""
     done = ranks(512)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert "finished: 512 ranks" in done.stdout

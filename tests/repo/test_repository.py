@@ -296,9 +296,7 @@ def train_py(name: str) -> str:
     return (ROOT / "examples" / name / "train.py").read_text()
 
 
-def plumbing_py(name: str) -> str:
-    """Return the text of an example's plumbing.py."""
-    return (ROOT / "examples" / name / "plumbing.py").read_text()
+PROCESSES = (ROOT / "plumbing" / "processes.py").read_text()
 
 
 def functions(text: str) -> dict[str, str]:
@@ -336,13 +334,14 @@ NOTHING_KEPT = "def keep_memory():\n    pass"
 def test_keeps_memory() -> None:
     """Freed blocks of 64 MB stay with the process; without keep_memory() each comes anew from the kernel.
 
-    Each example calls it at its start; that it is the same text in all, `nox -s sync` holds.
+    Each example calls it at its start.
     """
     for name in EXAMPLES:
         module = re.search(r"^    (\w+)\.prepare_process\(args\)$", train_py(name), re.MULTILINE)[1]
-        text = (ROOT / "examples" / name / f"{module}.py").read_text()
-        assert re.search(r"^    (plumbing\.)?keep_memory\(\)$", functions(text)["prepare_process"], re.MULTILINE), name
-    kept = blocks_anew(functions(plumbing_py("ddp_spawn"))["keep_memory"], 2**26, sys.executable)
+        path = ROOT / "examples" / name / f"{module}.py"
+        text = PROCESSES if module == "plumbing" else path.read_text()
+        assert re.search(r"^    (processes\.)?keep_memory\(\)$", functions(text)["prepare_process"], re.MULTILINE), name
+    kept = blocks_anew(functions(PROCESSES)["keep_memory"], 2**26, sys.executable)
     assert kept < 1 and blocks_anew(NOTHING_KEPT, 2**26, sys.executable) >= 9
 
 
@@ -362,7 +361,7 @@ def test_keeps_memory_as_far_as_glibc_permits(largest: int, monkeypatch: pytest.
 
     libc = types.SimpleNamespace(mallopt=mallopt, gnu_get_libc_version=None)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
-    exec(functions(plumbing_py("ddp_spawn"))["keep_memory"] + "\nkeep_memory()", {"ctypes": ctypes})
+    exec(functions(PROCESSES)["keep_memory"] + "\nkeep_memory()", {"ctypes": ctypes})
     assert accepted == ({-3: largest, -1: 2**31 - 1} if largest else {})
 
 
@@ -388,7 +387,7 @@ def test_keeps_memory_with_old_glibc(tmp_path: Path) -> None:
     ask = [*python, "-c", "import platform; print(*platform.libc_ver())"]
     version = subprocess.run(ask, capture_output=True, timeout=60)
     assert version.stdout == b"glibc 2.31\n"
-    kept = blocks_anew(functions(plumbing_py("ddp_spawn"))["keep_memory"], 2**24, *python)
+    kept = blocks_anew(functions(PROCESSES)["keep_memory"], 2**24, *python)
     # all that this glibc accepts of 1 GB
     once = NOTHING_KEPT.replace("pass", "ctypes.CDLL(None).mallopt(-1, 2**31 - 1)")
     assert kept < 1 and blocks_anew(once, 2**24, *python) >= 9

@@ -1,4 +1,4 @@
-"""jupyter/usage.py, which prints what a run has used, and log_usage of plumbing.sh, which writes what it reads.
+"""jupyter/usage.py, which prints what a run has used, and log_usage of job.sh, which writes what it reads.
 
 The programs that ask GPUs are stand-ins, and so are the counters of processors, and the time.
 """
@@ -113,7 +113,7 @@ echo 'card1,(800Mhz),0,N/A,0,68702699520,0'
 """
 # Instead of waiting, each turn sets the counters and the time; the log ends after the last one.
 LOG = """
-source ./plumbing.sh
+source plumbing/job.sh
 clock=1800000000
 date() { command date --date="@$clock" "$@"; }
 sleep() {
@@ -128,10 +128,10 @@ wait
 
 def log(folder: Path, programs: dict[str, str], turns: str = "", **variables: str) -> Path | None:
     """Have log_usage write a log on a machine that has these programs, and return it, or None if there is none."""
-    for name in ("plumbing.sh", "requeue.sh"):
-        text = (EXAMPLE / name).read_text().replace("/sys/class/powercap", "powercap")
-        seconds = 1 if HANGS in programs.values() else 300  # the machine may be busy
-        (folder / name).write_text(text.replace("timeout -s 9 30 ", f"timeout -s 9 {seconds} "))
+    shutil.copytree(ROOT / "plumbing", folder / "plumbing", dirs_exist_ok=True)
+    text = (folder / "plumbing" / "job.sh").read_text().replace("/sys/class/powercap", "powercap")
+    seconds = 1 if HANGS in programs.values() else 300  # the machine may be busy
+    (folder / "plumbing" / "job.sh").write_text(text.replace("timeout -s 9 30 ", f"timeout -s 9 {seconds} "))
     shutil.rmtree(path := folder / "bin", ignore_errors=True)
     path.mkdir()
     for name, text in programs.items():
@@ -139,7 +139,7 @@ def log(folder: Path, programs: dict[str, str], turns: str = "", **variables: st
         (path / name).chmod(0o755)
     (folder / "output").mkdir(exist_ok=True)
     (folder / "turns").write_text(turns)
-    variables |= {"PATH": f"{path}:{os.environ['PATH']}", "output": "output", "SLURM_JOB_ID": "1234"}
+    variables |= {"PATH": f"{path}:{os.environ['PATH']}", "OUTPUT_DIR": "output", "SLURM_JOB_ID": "1234"}
     run = runs.Run(["bash", "-c", LOG], folder, variables).wait()
     assert (run.status, run.stdout, run.stderr) == (0, "", "")
     return next((folder / "output").glob("usage-*"), None)

@@ -119,7 +119,7 @@ def test_staged_data_is_removed(example: str, source: Path, lab: Lab, tmp_path: 
     assert not staged(lab, job.id)
 
     os.mkfifo(folder / "data" / "endless")  # nobody writes to it: a copy of what is in it does not end
-    edits.edit(folder / "plumbing.sh", "cp -rT", "cp -rT --copy-contents")
+    edits.edit(folder / "plumbing" / "staging.sh", "cp -rT", "cp -rT --copy-contents")
     copying = submit(lab, example, folder, STAGE="1")
     wait_until(lambda: staged(lab, copying.id), 300, "the beginning of the copy", ASK_SLURM)
     copying.cancel()

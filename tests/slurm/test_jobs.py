@@ -148,7 +148,7 @@ def test_slow_disk(example: str, source: Path, lab: Lab, tmp_path: Path) -> None
     """Nobody is killed while rank 0 writes the model, even if that takes longer than srun's --wait."""
     folder = copy_example(source, tmp_path / example)
     edits.edit(folder / "run.slurm", "--wait=60", "--wait=2")
-    file, line, model = "plumbing.py", "        os.replace(temporary, path)\n", "path.name.startswith('model.')"
+    file, line, model = "plumbing/files.py", "        os.replace(temporary, path)\n", "path.name.startswith('model.')"
     if "/" in LAUNCHERS[example].model:  # lora writes a folder
         file, line, model = "model_files.py", "        temporary.rename(folder)\n", "True"
     edits.edit(folder / file, line, f"        __import__('time').sleep(8 * ({model}))\n{line}")

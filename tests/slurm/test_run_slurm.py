@@ -346,15 +346,15 @@ def test_refused(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
 
 @pytest.mark.runs("one")
 def test_from_another_folder(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """Submitted from a folder that has no plumbing.sh, the job ends with a line that names it, and the cause."""
+    """Submitted from a folder that has no plumbing/, the job ends with a line that names it, and the cause."""
     script = hand_over(stub(source, tmp_path / example)) / "run.slurm"
     (tmp_path / "elsewhere").mkdir()
     done = lab.run(["sbatch", "--parsable", str(script)], cwd=hand_over(tmp_path / "elsewhere"))
     job = Job(lab, example, tmp_path / "elsewhere", done.stdout.strip()).wait()
     assert job.shown["JobState"] == "FAILED"
     missing, line = job.log.splitlines()
-    assert missing.endswith("./plumbing.sh: No such file or directory"), job.log
-    assert line.startswith(f"run.slurm: error: plumbing.sh in {tmp_path}/elsewhere cannot be read, see above"), job.log
+    assert missing.endswith("plumbing/job.sh: No such file or directory"), job.log
+    assert line == "run.slurm: error: submit it from its own folder", job.log
 
 
 @pytest.mark.runs("one")

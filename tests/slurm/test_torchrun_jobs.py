@@ -146,7 +146,7 @@ def test_long_save(example: str, source: Path, lab: Lab, tmp_path: Path) -> None
     folder = slowed(source, tmp_path / example, f"2 * {FIRST_START}")
     asked = f"os.path.exists(os.environ.get('STOP_FILE', '')) and 'checkpoint' in str(path) and {FIRST_START}"
     line = "    temporary = path.with_name("
-    edits.edit(folder / "plumbing.py", line, f"    time.sleep(70 * ({asked}))\n{line}")
+    edits.edit(folder / "plumbing" / "files.py", line, f"    __import__('time').sleep(70 * ({asked}))\n{line}")
     job = submit(lab, example, folder, options=(*two_processes(source), "--signal=B:USR1@180"))
     job.wait_for_epoch(1)
     job.limit_time(180)
@@ -160,8 +160,8 @@ def evaluating(source: Path, folder: Path, seconds: int) -> Path:
     """Copy an example, whose second evaluation takes so long for a batch in its first start; it makes `evaluating`."""
     copy_example(source, folder)
     held = f"        if len(progress['history']) == 1 and {FIRST_START}:\n"
-    held += f"            (args.output_dir / 'evaluating').touch()\n            time.sleep({seconds})\n"
-    edits.edit(folder / "plumbing.py", "        yield batch\n", f"{held}        yield batch\n")
+    held += f"            (args.output_dir / 'evaluating').touch()\n            __import__('time').sleep({seconds})\n"
+    edits.edit(folder / "plumbing" / "stopping.py", "        yield batch\n", f"{held}        yield batch\n")
     return folder
 
 

@@ -1,7 +1,8 @@
-"""Say what data and model a run has, and stop it where what it computes cannot be right. plumbing.py calls this.
+"""What data and model a run has, and which of its results cannot be right.
 
-What a run is goes into its checkpoint and into run.json, and a resumed run is compared with it. No step waits for this:
-the losses are looked at before a checkpoint, and at an epoch's end.
+Checkpoints and run.json keep what is noted here, so that a resumed run can be compared with the
+run that it continues. No step waits for this: the losses are looked at before a checkpoint is
+written, and at the end of an epoch.
 """
 
 import contextlib
@@ -20,112 +21,145 @@ from pathlib import Path
 
 import numpy as np
 
-SAMPLES, SECONDS = 64, 0.4  # of each data set: how many samples are read at most, and for how long
-LARGEST = 2**24  # elements of labels that are looked at; of more, every second, third, ...
-CROSS_ENTROPY = r"(?<!binary_)cross_entropy\(|token_loss\(|CrossEntropyLoss\(|sparse_softmax_cross_entropy_with_logits\("
-facts = {}  # "data" and "model": what they are, on rank 0; what a checkpoint is compared with
-labels_of_all = {}  # "least" and "most" of the labels, one whole number for each sample, on each rank
-losses = {
-    "batches": 0,
-    "before": 0,
-    "finite": True,
-    "loader": None,
-}  # of this epoch, see note_loss()
+# At most so many samples of each data set are read, for at most so many seconds.
+SAMPLES = 64
+SECONDS = 0.4
+# Of labels with more elements than this, some in between are not looked at.
+LARGEST = 2**24
+# PyTorch's cross_entropy leaves out samples with this label.
+IGNORED = -100
+# These losses need class labels. lines_with() looks for their calls in train.py.
+CROSS_ENTROPY = "|".join(
+    (
+        r"(?<!binary_)cross_entropy\(",
+        r"token_loss\(",
+        r"CrossEntropyLoss\(",
+        r"sparse_softmax_cross_entropy_with_logits\(",
+    )
+)
+# Rank 0 notes here what "data" and "model" are. A checkpoint keeps it, and is compared with it.
+facts = {}
+# Each rank notes here the "least" and the "most" of the labels, where these are whole numbers.
+labels_of_all = {}
+# note_loss() notes here what the losses of this epoch were.
+losses = {"batches": 0, "before": 0, "finite": True, "loader": None}
 
 
 # What the data are
 
 
 def look_at_data(args, train_set, test_set, first):
-    """Note what the data are; return their name. The process that is `first` reads samples, which changes no run."""
+    """Note what the data are, and return their name.
+
+    The process that is `first` also reads some samples, which changes no random number of the run.
+    """
     labels_of_all.clear()
     for part in (train_set, test_set):
-        labels = labels_in_memory(part)
-        labels = (
-            labels[labels != -100] if labels is not None and labels.dtype.kind in "iu" else None
-        )
-        if labels is not None and labels.ndim == 1 and len(labels):  # cross_entropy leaves out -100
-            found = int(labels.min()), int(labels.max())
-            labels_of_all["least"] = min(found[0], labels_of_all.get("least", found[0]))
-            labels_of_all["most"] = max(found[1], labels_of_all.get("most", found[1]))
+        note_labels(part)
     if first:
         facts["data"] = {"training": describe_set(train_set), "test": describe_set(test_set)}
     return name_of_data(args, train_set)
 
 
+def note_labels(dataset):
+    """Note the least and the most of a data set's labels, if these are whole numbers."""
+    labels = labels_in_memory(dataset)
+    if labels is None or labels.dtype.kind not in "iu":
+        return
+    labels = labels[labels != IGNORED]
+    if labels.ndim != 1 or not len(labels):
+        return
+    least = int(labels.min())
+    most = int(labels.max())
+    labels_of_all["least"] = min(least, labels_of_all.get("least", least))
+    labels_of_all["most"] = max(most, labels_of_all.get("most", most))
+
+
 def name_of_data(args, train_set):
-    """Return --dataset or --text-file where that says what the data are, and of yours the class and the folder."""
-    while hasattr(train_set, "dataset") and hasattr(train_set, "indices"):  # a part of another one
-        train_set = train_set.dataset
+    """Return the name of the data that a run trains with.
+
+    It is what --dataset or --text-file says where that names the data, and otherwise the name of
+    the data set's class, with the folder.
+    """
+    while hasattr(train_set, "dataset") and hasattr(train_set, "indices"):
+        train_set = train_set.dataset  # this one is a part of another one
     if type(train_set).__module__ in ("common.data", "numpy_data"):
-        return (
-            getattr(args, "dataset", None) or getattr(args, "text_file", None) or "a random source"
-        )
+        name = getattr(args, "dataset", None) or getattr(args, "text_file", None)
+        return name or "a random source"
     folder = f" ({args.data_dir})" if hasattr(args, "data_dir") else ""
     return f"{type(train_set).__name__}{folder}"
 
 
 def describe_set(dataset):
-    """Return what has to be the same in a resumed run: how many samples, their form, and what some of them hold."""
-    labels, found = (
-        labels_in_memory(dataset),
-        {"name": type(dataset).__name__, "samples": len(dataset)},
-    )
+    """Return what has to be the same in a resumed run.
+
+    That is how many samples there are, their form, and what some of them hold.
+    """
+    labels = labels_in_memory(dataset)
+    found = {"name": type(dataset).__name__, "samples": len(dataset)}
     found["labels"] = None if labels is None else signature(labels)
-    found["form"], found["label"], found["read"] = None, None, []
+    found |= {"form": None, "label": None, "read": []}
     with same_random_numbers():
         try:
-            read = reader(own_copy(dataset))
-            deadline = time.monotonic() + SECONDS
-            for index in spread(len(dataset)):
-                if found["read"] and time.monotonic() > deadline:
-                    break
-                one, two = read(index), read(index)
-                found["form"], found["label"] = (
-                    found["form"] or form(one[0]),
-                    found["label"] or form(one[1]),
-                )
-                content, again = (
-                    [signature(leaf) for leaf in leaves(sample)] for sample in (one, two)
-                )
-                found["read"].append(
-                    content if same(content, again) else None
-                )  # None: augmented at random
-            if (
-                None in found["read"]
-            ):  # then all are: one that is mirrored every other time is often the same twice
-                found["read"] = [None] * len(found["read"])
-        except (
-            Exception
-        ) as error:  # whatever a data set raises: training will, too, if it is an error
+            note_samples(dataset, found)
+        except Exception as error:
+            # A data set may raise anything. If it is an error, training will raise it as well.
             found["unread"] = f"{type(error).__name__}: {first_line(str(error))}"[:200]
     return found
 
 
+def note_samples(dataset, found):
+    """Read some samples, and note their form and their content in `found`.
+
+    The content is None where samples are augmented at random: they cannot be compared.
+    """
+    read = reader(own_copy(dataset))
+    deadline = time.monotonic() + SECONDS
+    for index in spread(len(dataset)):
+        if found["read"] and time.monotonic() > deadline:
+            break
+        sample = read(index)
+        again = read(index)
+        inputs, label = sample
+        found.update(form=found["form"] or form(inputs), label=found["label"] or form(label))
+        content = [signature(leaf) for leaf in leaves(sample)]
+        content_again = [signature(leaf) for leaf in leaves(again)]
+        found["read"].append(content if same(content, content_again) else None)
+    # A sample that is mirrored at random is often the same twice. One that differs is therefore
+    # enough to say that all are augmented.
+    if None in found["read"]:
+        found["read"] = [None] * len(found["read"])
+
+
 def labels_in_memory(dataset):
-    """Return the labels of all samples as an array, if the data set has them, or else None."""
+    """Return the labels of all samples as an array if the data set has them, otherwise None."""
     try:
         if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
             labels = labels_in_memory(dataset.dataset)
             return None if labels is None else labels[np.asarray(dataset.indices)]
         labels = getattr(dataset, "labels", None)
-        labels = getattr(dataset, "targets", None) if labels is None else labels
+        if labels is None:
+            labels = getattr(dataset, "targets", None)
         if labels is None or len(labels) != len(dataset):
             return None
         labels = array(labels)
         each = max(1, -(-labels.size // LARGEST))
         return labels[::each] if labels.dtype.kind in "biuf" and labels.size else None
-    except Exception:  # it is something else that has this name
+    except Exception:  # something else has this name
         return None
 
 
 def own_copy(dataset):
-    """Return a copy that shares the data: a file that it opens is not open in the data set, which workers inherit."""
+    """Return a copy of a data set that shares its data, and has random generators of its own.
+
+    A file that the copy opens is not open in the data set: workers would inherit it.
+    """
     dataset = copy.copy(dataset)
     for name, value in list(getattr(dataset, "__dict__", {}).items()):
         if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random)):
             setattr(dataset, name, copy.deepcopy(value))
-        elif type(value).__name__ == "Generator" and hasattr(value, "clone_state"):  # PyTorch's
+        elif type(value).__name__ == "Generator" and hasattr(value, "clone_state"):
+            # PyTorch has a class of the same name as NumPy, which copy.deepcopy cannot copy.
             setattr(dataset, name, value.clone_state())
         elif name == "dataset":
             setattr(dataset, name, own_copy(value))
@@ -136,20 +170,22 @@ def own_copy(dataset):
 
 @contextlib.contextmanager
 def same_random_numbers():
-    """Have what is done in this context see fixed random numbers, and what comes after it those as if it was not."""
-    torch, before = sys.modules.get("torch"), (random.getstate(), np.random.get_state())
-    state = torch.get_rng_state() if torch else None
+    """Leave the random numbers after this context as if nothing had been drawn within it."""
+    torch = sys.modules.get("torch")
+    state = random.getstate()
+    state_of_numpy = np.random.get_state()
+    state_of_torch = torch.get_rng_state() if torch else None
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
+        random.setstate(state)
+        np.random.set_state(state_of_numpy)
         if torch:
-            torch.set_rng_state(state)
+            torch.set_rng_state(state_of_torch)
 
 
 def seed(number):
-    """Seed the random numbers that a data set may augment with; not those of GPUs."""
+    """Seed the random numbers that a data set may augment with, but not those of GPUs."""
     random.seed(number)
     np.random.seed(number)
     if "torch" in sys.modules:
@@ -159,14 +195,16 @@ def seed(number):
 def spread(count):
     """Return up to SAMPLES indices, of which any first ones are spread over the data set."""
     bits = SAMPLES.bit_length() - 1
-    places = [
-        int(f"{number:0{bits}b}"[::-1], 2) for number in range(SAMPLES)
-    ]  # 0, 1/2, 1/4, 3/4, 1/8, ...
+    # Reversed bits give the order 0, 1/2, 1/4, 3/4, 1/8 and so on.
+    places = [int(f"{number:0{bits}b}"[::-1], 2) for number in range(SAMPLES)]
     return list(dict.fromkeys(place * count // SAMPLES for place in places))
 
 
 def reader(dataset):
-    """Return a function that reads the inputs and the label of a sample, whether an index or a list of them does so."""
+    """Return a function that reads the inputs and the label of the sample with an index.
+
+    Some data sets take an index, and others a list of indices, for which they return a batch.
+    """
 
     def read(key):
         seed(0)
@@ -174,12 +212,15 @@ def reader(dataset):
         parts = sample if isinstance(sample, (tuple, list)) and len(sample) > 1 else (sample, ())
         return parts[0], parts[-1]
 
+    def read_batch_of_one(index):
+        return [first(part) for part in read([index])]
+
     try:
         parts = [leaf for part in read([0]) for leaf in leaves(part)]
         lists = bool(parts) and all(np.ndim(leaf) and len(leaf) == 1 for leaf in parts)
     except Exception:  # it takes an index
         lists = False
-    return lambda index: [first(part) for part in read([index])] if lists else read(index)
+    return read_batch_of_one if lists else read
 
 
 def first(part):
@@ -193,11 +234,11 @@ def leaves(part):
     """Return what is in a sample, or in a part of one, as a list of arrays."""
     if isinstance(part, Mapping):
         return [leaf for key in sorted(part, key=str) for leaf in leaves(part[key])]
-    if isinstance(part, (tuple, list)) and not all(
-        isinstance(value, (int, float)) for value in part
-    ):
-        return [leaf for value in part for leaf in leaves(value)]
-    return [array(part)] if not isinstance(part, (tuple, list)) or len(part) else []
+    if not isinstance(part, (tuple, list)):
+        return [array(part)]
+    if all(isinstance(value, (int, float)) for value in part):
+        return [array(part)] if len(part) else []
+    return [leaf for value in part for leaf in leaves(value)]
 
 
 def array(value):
@@ -212,14 +253,15 @@ def form(part):
     """Return the shape and the type of a part of a sample, in words."""
     if isinstance(part, Mapping):
         return "{" + ", ".join(f"{key}: {form(part[key])}" for key in sorted(part, key=str)) + "}"
-    found = [f"{leaf.shape} {leaf.dtype}" for leaf in leaves(part)]
-    return ", ".join(found)
+    return ", ".join(f"{leaf.shape} {leaf.dtype}" for leaf in leaves(part))
 
 
 def signature(leaf):
-    """Return numbers that say what is in an array: of whole numbers a checksum, of others and of pixels two.
+    """Return a list of one or two numbers that say what is in an array.
 
-    These two, a sum with random signs and sizes and the root of the mean square, bear the rounding of another CPU.
+    Whole numbers and text have a checksum, which has to be the same. Real numbers and pixels have a
+    sum with random factors and the root of their mean square: another CPU may round these
+    otherwise.
     """
     if leaf.dtype.kind in "bi" or (leaf.dtype.kind == "u" and leaf.dtype.itemsize > 1):
         return [zlib.crc32(np.ascontiguousarray(leaf).astype("int64").tobytes())]
@@ -227,16 +269,15 @@ def signature(leaf):
         return [zlib.crc32(repr(leaf.tolist()).encode())]
     flat = leaf.ravel()[:: max(1, leaf.size // 2**18)].astype("float64")
     flat = np.nan_to_num(flat, posinf=0, neginf=0)
-    size = math.sqrt(float(flat @ flat) / max(1, flat.size))
-    return [
-        float(f"{value:.5g}")
-        for value in (flat @ factors(flat.size) / math.sqrt(max(1, flat.size)), size)
-    ]
+    count = max(1, flat.size)
+    size = math.sqrt(float(flat @ flat) / count)
+    total = flat @ factors(flat.size) / math.sqrt(count)
+    return [float(f"{value:.5g}") for value in (total, size)]
 
 
 @functools.lru_cache(4)
 def factors(count):
-    """Return the same random factors in each process."""
+    """Return random factors that are the same in each process."""
     return np.random.RandomState(0).standard_normal(count)
 
 
@@ -244,31 +285,38 @@ def same(one, other):
     """Return whether two lists of signatures are of the same samples; None matches anything."""
     if one is None or other is None:
         return True
-    if len(one) != len(other) or any(len(a) != len(b) for a, b in zip(one, other, strict=True)):
+    if [len(numbers) for numbers in one] != [len(numbers) for numbers in other]:
         return False
-    for a, b in zip(one, other, strict=True):
-        bound = 0 if len(a) == 1 else 0.02 * max(abs(a[1]), abs(b[1]))
-        if any(abs(x - y) > bound for x, y in zip(a, b, strict=True)):
-            return False
-    return True
+    return all(same_signature(a, b) for a, b in zip(one, other, strict=True))
+
+
+def same_signature(one, other):
+    """Return whether two signatures of the same length are equal, but for rounding."""
+    bound = 0
+    if len(one) > 1:
+        _, size = one
+        _, other_size = other
+        bound = 0.02 * max(abs(size), abs(other_size))
+    return not any(abs(a - b) > bound for a, b in zip(one, other, strict=True))
 
 
 # What the model is
 
 
 def look_at_model(args, model):
-    """Note what the model is: its name, and the names, shapes and types of its weights. One process calls this."""
+    """Note what the model is: its name, and the names, shapes and types of its weights.
+
+    One process calls this.
+    """
     if hasattr(model, "state_dict"):
-        model = getattr(model, "_orig_mod", model)  # of torch.compile
-        weights = {
-            name: value
-            for name, value in model.state_dict(keep_vars=True).items()
-            if hasattr(value, "shape")
-        }
-        count = sum(math.prod(shape_of(weight)) for weight in model.parameters())
-    else:  # Keras
+        model = getattr(model, "_orig_mod", model)  # torch.compile may have wrapped it
+        state = model.state_dict(keep_vars=True)
+        weights = {name: value for name, value in state.items() if hasattr(value, "shape")}
+        trained = model.parameters()
+    else:  # it is a model of Keras
         weights = {f"{number} {value.path}": value for number, value in enumerate(model.variables)}
-        count = sum(math.prod(shape_of(value)) for value in model.trainable_variables)
+        trained = model.trainable_variables
+    count = sum(math.prod(shape_of(weight)) for weight in trained)
     text = "\n".join(f"{name} {shape_of(value)} {value.dtype}" for name, value in weights.items())
     facts["model"] = {"name": name_of_model(args, model), "weights": count, "tensors": len(weights)}
     facts["model"]["checksum"] = zlib.crc32(text.encode())
@@ -280,89 +328,100 @@ def shape_of(weight):
 
 
 def name_of_model(args, model):
-    """Return the name of a model's class, or that of torchvision's or Keras's which was asked for."""
+    """Return the name of a model's class, or the name by which torchvision or Keras knows it."""
     if type(model).__module__.startswith("torchvision.") and hasattr(args, "model"):
         return args.model
     if not hasattr(model, "state_dict"):
         return model.name
-    return next(
-        kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP")
-    ).__name__
+    names = (kind.__name__ for kind in type(model).__mro__)
+    return next(name for name in names if not name.startswith("FSDP"))
 
 
 def differences(old, path):
-    """Return in which ways the data and the model of a checkpoint are others than those of this run."""
+    """Return in which ways the data and the model of a checkpoint are others than this run's."""
     if old is None:
-        print(
-            f"{path} is from an older train.py, which did not note what its data and model were: not compared"
-        )
+        what = "which did not note what its data and model were"
+        print(f"{path} is from an older train.py, {what}: not compared")
         return []
     changed = []
     for part, now in facts.get("data", {}).items():
         then = old.get("data", {}).get(part)
-        if not then:
-            continue
-        pairs = [
-            (then["read"][i], now["read"][i])
-            for i in range(min(len(then["read"]), len(now["read"])))
-        ]
-        other = sum(not same(a, b) for a, b in pairs)
-        if then["samples"] != now["samples"]:
-            changed.append(f"{then['samples']} {part} samples, now {now['samples']}")
-        elif None not in (then["form"], now["form"]) and (then["form"], then["label"]) != (
-            now["form"],
-            now["label"],
-        ):
-            words = [f"{found['form']} with labels {found['label']}" for found in (then, now)]
-            changed.append(f"{part} samples of {words[0]}, now {words[1]}")
-        elif None not in (then["labels"], now["labels"]) and not same(
-            [then["labels"]], [now["labels"]]
-        ):
-            changed.append(f"other labels of the {now['samples']} {part} samples")
-        elif other:
-            changed.append(
-                f"other {part} samples: {other} of {len(pairs)} that were compared differ"
-            )
-        elif not pairs and then["name"] != now["name"]:
-            changed.append(f"{part} samples of {then['name']}, now {now['name']}")
-    then, now = old.get("model"), facts.get("model")
-    if then and now and then["name"] != now["name"]:
-        changed.append(f"the model {then['name']}, now {now['name']}")
-    elif then and now and then["checksum"] != now["checksum"]:
-        words = [
-            f"{model['weights']:,} weights in {model['tensors']} tensors" for model in (then, now)
-        ]
-        words = words if words[0] != words[1] else ["weights", "others in name, shape or type"]
-        changed.append(f"a model {now['name']} of {words[0]}, now {words[1]}")
-    return changed
+        if then:
+            changed.append(difference_of_data(part, then, now))
+    then = old.get("model")
+    now = facts.get("model")
+    if then and now:
+        changed.append(difference_of_models(then, now))
+    return [words for words in changed if words]
+
+
+def difference_of_data(part, then, now):
+    """Return how the data set of an earlier run differs from that of this one, or nothing."""
+    if then["samples"] != now["samples"]:
+        return f"{then['samples']} {part} samples, now {now['samples']}"
+    form_then = (then["form"], then["label"])
+    form_now = (now["form"], now["label"])
+    if None not in (then["form"], now["form"]) and form_then != form_now:
+        before = f"{then['form']} with labels {then['label']}"
+        after = f"{now['form']} with labels {now['label']}"
+        return f"{part} samples of {before}, now {after}"
+    known = None not in (then["labels"], now["labels"])
+    if known and not same([then["labels"]], [now["labels"]]):
+        return f"other labels of the {now['samples']} {part} samples"
+    # One of the two runs may have had time for fewer samples.
+    pairs = list(zip(then["read"], now["read"], strict=False))
+    other = sum(not same(before, after) for before, after in pairs)
+    if other:
+        return f"other {part} samples: {other} of {len(pairs)} that were compared differ"
+    if not pairs and then["name"] != now["name"]:
+        return f"{part} samples of {then['name']}, now {now['name']}"
+    return ""
+
+
+def difference_of_models(then, now):
+    """Return how the model of an earlier run differs from that of this one, or nothing."""
+    if then["name"] != now["name"]:
+        return f"the model {then['name']}, now {now['name']}"
+    if then["checksum"] == now["checksum"]:
+        return ""
+    before = f"{then['weights']:,} weights in {then['tensors']} tensors"
+    after = f"{now['weights']:,} weights in {now['tensors']} tensors"
+    if before == after:
+        before = "weights"
+        after = "others in name, shape or type"
+    return f"a model {now['name']} of {before}, now {after}"
 
 
 def for_run_json():
     """Return what run.json says of data and model: all but the content of samples."""
     data = {
-        part: {k: v for k, v in found.items() if k != "read"}
+        part: {name: value for name, value in found.items() if name != "read"}
         for part, found in facts.get("data", {}).items()
     }
     return {"data": data, "model": facts.get("model")}
 
 
 def long_warmup(args):
-    """Return one line that says that the learning rate never reaches --lr, or nothing where it does."""
-    warmup = (
-        0 if getattr(args, "has_scheduler", False) else getattr(args, "warmup_steps", 0)
-    )  # predict.py has none
-    steps = args.epochs * args.steps_per_epoch if warmup else 0
+    """Return one line if the learning rate never reaches --lr, otherwise nothing."""
+    if getattr(args, "has_scheduler", False):
+        return ""  # DeepSpeed's file sets the learning rate instead of --warmup-steps
+    warmup = getattr(args, "warmup_steps", 0)
+    if not warmup:
+        return ""
+    steps = args.epochs * args.steps_per_epoch
     if warmup <= steps:
         return ""
     wrong = f"--warmup-steps {warmup} is above the {steps} steps of this run"
-    return f"{wrong}: its learning rate rises to {100 * steps / (warmup + 1):.3g}% of what was asked for"
+    share = f"{100 * steps / (warmup + 1):.3g}%"
+    return f"{wrong}: its learning rate rises to {share} of what was asked for"
 
 
 def summary():
     """Return one line that says what data and model are, or nothing where no run trains."""
     if "data" not in facts:
         return ""
-    train, test = (facts["data"][part] for part in ("training", "test"))
+    train = facts["data"]["training"]
+    test = facts["data"]["test"]
     words = f"samples: {train['samples']} for training and {test['samples']} for testing"
     if train["form"]:
         words += f", {train['form']}"
@@ -371,9 +430,8 @@ def summary():
     elif train["label"]:
         words += f", labels {train['label']}"
     if "unread" in train and not train["read"]:
-        words += (
-            f" (a resume compares no more of them, since none could be read: {train['unread']})"
-        )
+        reason = f"since none could be read: {train['unread']}"
+        words += f" (a resume compares no more of them, {reason})"
     return f"{words}; model: {facts['model']['weights']:,} weights"
 
 
@@ -388,66 +446,65 @@ def program():
 
 
 def lines_with(pattern):
-    """Return where in train.py a pattern is found, as train.py:84 and so on, or nothing."""
+    """Return where in train.py a pattern is found, such as "train.py:84, train.py:90"."""
     name = Path(sys.argv[0]).name
     code = [line.partition("#")[0] for line in program()]
-    return ", ".join(
-        f"{name}:{number}" for number, line in enumerate(code, 1) if re.search(pattern, line)
-    )
+    numbers = [number for number, line in enumerate(code, 1) if re.search(pattern, line)]
+    return ", ".join(f"{name}:{number}" for number in numbers)
 
 
 def wrong_labels(output):
-    """Return an error message if labels are outside of the classes for which the model has an output, or None."""
+    """Return an error message if the model has no output for some of the labels, or None."""
     shape = tuple(getattr(output, "shape", ()))
     loss = lines_with(CROSS_ENTROPY)
     if len(shape) != 2 or "least" not in labels_of_all or not loss or lines_with("ignore_index"):
         return None
-    least, most = labels_of_all["least"], labels_of_all["most"]
-    if least >= 0 and most < shape[1]:
+    least = labels_of_all["least"]
+    most = labels_of_all["most"]
+    _, outputs = shape
+    if least >= 0 and most < outputs:
         return None
-    need = f"cross_entropy ({loss}) needs labels from 0 to {shape[1] - 1}"
-    return (
-        f"labels are from {least} to {most}, and the model has {shape[1]} outputs: {need}. Change the labels where the "
-        "data are read, or the number of the model's outputs"
-    )
+    wrong = f"labels are from {least} to {most}, and the model has {outputs} outputs"
+    need = f"cross_entropy ({loss}) needs labels from 0 to {outputs - 1}"
+    advice = "Change the labels where the data are read, or the number of the model's outputs"
+    return f"{wrong}: {need}. {advice}"
 
 
 def explain(error):
     """Return an error message for an exception that says too little to a beginner, or None."""
     text = str(error).strip()
-    last = text.rpartition("\n")[2]  # of a loader worker's traceback the error itself
+    # What a loader worker raises comes with its traceback, after which the error itself stands.
+    last = text.rpartition("\n")[2]
     if type(error).__name__ == "DataError":
         return re.sub(r"^[\w.]*DataError: ", "", last)
     if last.startswith("Expected more than 1 value per channel"):
         return f"BatchNorm needs batches of 2 or more samples ({last}): use a larger --batch-size"
-    if found := re.search(
-        r"Target (-?\d+) is out of bounds|label value of (-?\d+) which is outside", text
-    ):
+    bad_label = r"Target (-?\d+) is out of bounds|label value of (-?\d+) which is outside"
+    if found := re.search(bad_label, text):
         label = found[1] or found[2]
-        return (
-            f"the label {label} is outside of the classes for which the model has an output, which count from 0 "
-            f"({first_line(text)}): change the labels where the data are read, or the model"
-        )
-    if (
-        type(error).__module__ in ("torch._inductor.exc", "torch._dynamo.exc")
-        and "--compile" in sys.argv
-    ):
-        lines = [
-            line.strip()
-            for line in text.splitlines()
-            if line.strip() and not line.endswith("raised:")
-        ]
-        errors = [*lines[:1], *(line for line in lines if "error: " in line)]
-        return (
-            f"--compile: PyTorch cannot compile the model ({': '.join(errors[:2])[:400]}). A CPU needs g++, a GPU "
-            "gcc and Triton, both need Python.h and a folder to write to: see docs/compile.md, or leave it out"
-        )
+        wrong = f"the label {label} is outside of the classes for which the model has an output"
+        advice = "change the labels where the data are read, or the model"
+        return f"{wrong}, which count from 0 ({first_line(text)}): {advice}"
+    compilers = ("torch._inductor.exc", "torch._dynamo.exc")
+    if type(error).__module__ in compilers and "--compile" in sys.argv:
+        return explain_compiler(text)
     if "device-side assert" in text:
-        return (
-            "a GPU met an index that is out of range, most often a label outside of the model's classes: the line "
-            f"`Assertion` above says more, and CUDA_LAUNCH_BLOCKING=1 shows where it is ({first_line(text)})"
-        )
+        wrong = "a GPU met an index that is out of range"
+        cause = "most often a label outside of the model's classes"
+        more = "the line `Assertion` above says more"
+        where = "CUDA_LAUNCH_BLOCKING=1 shows where it is"
+        return f"{wrong}, {cause}: {more}, and {where} ({first_line(text)})"
     return None
+
+
+def explain_compiler(text):
+    """Return an error message for what PyTorch says where it cannot compile the model."""
+    lines = [line.strip() for line in text.splitlines() if not line.endswith("raised:")]
+    lines = [line for line in lines if line]
+    errors = [*lines[:1], *(line for line in lines if "error: " in line)]
+    wrong = f"PyTorch cannot compile the model ({': '.join(errors[:2])[:400]})"
+    need = "A CPU needs g++, a GPU gcc and Triton, both need Python.h and a folder to write to"
+    return f"--compile: {wrong}. {need}: see docs/compile.md, or leave it out"
 
 
 def first_line(text):
@@ -456,7 +513,10 @@ def first_line(text):
 
 
 def note_loss(loader, loss):
-    """Count the batches before the first one whose loss is not finite: on the device, so that no step waits for it."""
+    """Count the batches before the first one whose loss is not finite.
+
+    The count is on the device of the loss, so that no step waits for it.
+    """
     finite = loss.detach() * 0 == 0 if hasattr(loss, "detach") else math.isfinite(float(loss))
     losses["finite"] = finite & losses["finite"]
     losses["before"] = losses["before"] + losses["finite"]
@@ -466,8 +526,12 @@ def note_loss(loader, loss):
 
 
 def own_report(args, model):
-    """Return what this process knows: whether its weights are finite, and the first batch whose loss is not."""
-    batches, before = losses["batches"], int(losses["before"])
+    """Return what this process knows: whether its weights are finite, and its first bad loss.
+
+    A loss that is not finite is noted with how many steps ago it was, and with its samples.
+    """
+    batches = losses["batches"]
+    before = int(losses["before"])
     report = {"weights": finite_weights(model)}
     if before < batches:
         back = (batches - before - 1) // getattr(args, "gradient_accumulation_steps", 1)
@@ -481,88 +545,111 @@ def forget_losses():
 
 
 def finite_weights(model):
-    """Return whether all weights that this process trains are finite numbers; it waits once for each of its devices."""
+    """Return whether all weights that this process trains are finite numbers.
+
+    It waits once for each device: some weights may be offloaded to the CPU.
+    """
     if not hasattr(model, "state_dict"):
         return all(np.isfinite(variable.numpy()).all() for variable in model.trainable_variables)
-    torch, bounds = sys.modules["torch"], {}  # by device: some weights may be offloaded to the CPU
+    torch = sys.modules["torch"]
+    bounds = {}  # it has, for each device, the least and the most of each weight there
     for weight in model.parameters():
-        if weight.requires_grad:
-            weight = getattr(weight, "ds_tensor", weight).detach()
-            weight = weight.to_local() if hasattr(weight, "to_local") else weight
-            weight = torch.view_as_real(weight) if weight.is_complex() else weight
-            if weight.numel():
-                bounds.setdefault(weight.device, []).extend(
-                    bound.double() for bound in weight.aminmax()
-                )
+        if not weight.requires_grad:
+            continue
+        weight = getattr(weight, "ds_tensor", weight).detach()
+        weight = weight.to_local() if hasattr(weight, "to_local") else weight
+        weight = torch.view_as_real(weight) if weight.is_complex() else weight
+        if weight.numel():
+            pair = [bound.double() for bound in weight.aminmax()]
+            bounds.setdefault(weight.device, []).extend(pair)
     return all(bool(torch.stack(found).isfinite().all()) for found in bounds.values())
 
 
 def samples_of(loader, number):
-    """Return the indices of a loader's batch, or the files' names, where the loader's order can be repeated."""
+    """Return which samples or files are in a loader's batch, in words.
+
+    They are unknown where the loader's order cannot be repeated.
+    """
     source = getattr(loader, "batch_sampler", None)
     source = getattr(loader, "sampler", loader) if source is None else source
     try:
         with same_random_numbers():
-            one, two = (next(islice(iter(source), number, None)) for _ in range(2))
-        indices = [int(index[0] if isinstance(index, tuple) else index) for index in one]
-        if indices != [int(index[0] if isinstance(index, tuple) else index) for index in two]:
+            indices = indices_of(source, number)
+            again = indices_of(source, number)
+        if indices != again:
             return "unknown samples"
         names = getattr(getattr(loader, "dataset", None), "paths", None)
+        noun = "samples" if names is None else "files"
         found = [str(index) if names is None else os.fsdecode(names[index]) for index in indices]
         more = f" and {len(found) - SAMPLES} more" if len(found) > SAMPLES else ""
-        return f"{'samples' if names is None else 'files'} {', '.join(found[:SAMPLES])}{more}"
-    except Exception:  # a loader of another kind
+        return f"{noun} {', '.join(found[:SAMPLES])}{more}"
+    except Exception:  # the loader is of another kind
         return "unknown samples"
 
 
+def indices_of(source, number):
+    """Return the indices of a batch, by its number in what a loader takes batches from."""
+    batch = next(islice(iter(source), number, None))
+    # An index may stand in a tuple, before what else the data set is told.
+    return [int(index[0] if isinstance(index, tuple) else index) for index in batch]
+
+
 def judge(args, progress, place, reports):
-    """Return why the run cannot be right, and the variable that lets it go on all the same, or None for either."""
-    (epochs, step), history = place, progress["history"]
-    on = f"a checkpoint in {args.output_dir} is from before that. ALLOW_NAN=1 in the environment goes on"
-    if bad := {
-        rank: report["steps_ago"] for rank, report in enumerate(reports) if "steps_ago" in report
-    }:
-        ranks = [rank for rank, ago in bad.items() if ago == max(bad.values())]
-        number = progress["step"] - max(bad.values()) - 1
-        where = f"step {number % args.steps_per_epoch + 1} of epoch {number // args.steps_per_epoch + 1}"
-        others = f" and {len(ranks) - 1} other ranks" if len(ranks) > 1 else ""
-        what = f"the loss of rank {ranks[0]}{others} is not finite in {where}, {reports[ranks[0]]['samples']}"
-        return f"{what}: look at these samples, or lower --lr; {on}", "ALLOW_NAN"
+    """Return why the run cannot be right, and the variable that lets it go on all the same.
+
+    The reason is None where nothing is wrong, and the variable where none lets the run go on.
+    """
+    epochs, step = place
+    steps = args.steps_per_epoch
+    saved = f"a checkpoint in {args.output_dir} is from before that"
+    goes_on = f"{saved}. ALLOW_NAN=1 in the environment goes on"
+    if any("steps_ago" in report for report in reports):
+        what = first_bad_loss(args, progress, reports)
+        return f"{what}: look at these samples, or lower --lr; {goes_on}", "ALLOW_NAN"
     if not all(report["weights"] for report in reports):
-        return (
-            f"weights are not finite after step {progress['step']} of the run: lower --lr; {on}",
-            "ALLOW_NAN",
-        )
+        what = f"weights are not finite after step {progress['step']} of the run"
+        return f"{what}: lower --lr; {goes_on}", "ALLOW_NAN"
     if step < 0:
-        steps = args.steps_per_epoch
-        return (
-            f"epoch {epochs} has taken {steps + step} of {steps} steps: does a loader end too early?",
-            None,
-        )
-    if step > 0 or not history:
+        what = f"epoch {epochs} has taken {steps + step} of {steps} steps"
+        return f"{what}: does a loader end too early?", None
+    if step > 0 or not progress["history"]:
         return None, None
+    return judge_metrics(epochs, progress["history"], goes_on)
+
+
+def first_bad_loss(args, progress, reports):
+    """Return where the first loss that is not finite was: its ranks, its step and its samples."""
+    bad = {rank: report for rank, report in enumerate(reports) if "steps_ago" in report}
+    longest_ago = max(report["steps_ago"] for report in bad.values())
+    ranks = [rank for rank, report in bad.items() if report["steps_ago"] == longest_ago]
+    first_rank, *others = ranks
+    epoch, step = divmod(progress["step"] - longest_ago - 1, args.steps_per_epoch)
+    more = f" and {len(others)} other ranks" if others else ""
+    where = f"step {step + 1} of epoch {epoch + 1}, {bad[first_rank]['samples']}"
+    return f"the loss of rank {first_rank}{more} is not finite in {where}"
+
+
+def judge_metrics(epochs, history, goes_on):
+    """Return what judge() returns, for the metrics at the end of an epoch."""
     for name, value in history[-1].items():
         if name.endswith("loss") and not math.isfinite(value):
-            return (
-                f"{name} of epoch {epochs} is {value}: look at the data, or lower --lr; {on}",
-                "ALLOW_NAN",
-            )
+            what = f"{name} of epoch {epochs} is {value}"
+            return f"{what}: look at the data, or lower --lr; {goes_on}", "ALLOW_NAN"
         if "accuracy" in name and not -1e-9 <= value <= 1 + 1e-9:
-            return (
-                f"{name} of epoch {epochs} is {value:.2f}, and has to be from 0 to 1: {count_advice()}",
-                None,
-            )
-    if history[0].get("train_loss") == 0 and (loss := lines_with(CROSS_ENTROPY)):
-        advice = "to predict numbers take F.mse_loss there, and for two classes give the model two outputs"
-        return (
-            f"train_loss of epoch 1 is exactly 0, as that of one output always is in {loss}: {advice}",
-            None,
-        )
+            what = f"{name} of epoch {epochs} is {value:.2f}, and has to be from 0 to 1"
+            return f"{what}: {count_advice()}", None
+    loss = lines_with(CROSS_ENTROPY)
+    if history[0].get("train_loss") == 0 and loss:
+        what = f"train_loss of epoch 1 is exactly 0, as that of one output always is in {loss}"
+        numbers = "to predict numbers take F.mse_loss there"
+        classes = "for two classes give the model two outputs"
+        return f"{what}: {numbers}, and {classes}", None
     return None, None
 
 
 def count_advice():
-    """Return which lines of train.py most likely count samples where they have to count predictions."""
+    """Return which lines of train.py most likely count samples instead of predictions."""
     where = lines_with(r"\+= len\(labels\)|\blen\(labels\)\]|\.dataset\)$")
-    advice = "where there is a prediction for each pixel, or token, divide by the number of these: labels.numel() in the"
-    return f"{advice} place of len(labels)" + f", see {where}" * bool(where)
+    advice = "where there is a prediction for each pixel, or token, divide by the number of these"
+    advice = f"{advice}: labels.numel() in the place of len(labels)"
+    return f"{advice}, see {where}" if where else advice

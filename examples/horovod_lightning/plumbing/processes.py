@@ -66,11 +66,11 @@ def check_environment():
 
 def has_address(interface):
     """Return whether this node has a network interface of that name, with an address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        with contextlib.suppress(OSError):  # it has no address of IPv4
-            # SIOCGIFADDR asks for the address of an interface.
-            fcntl.ioctl(any_socket, 0x8915, interface.encode().ljust(40, b"\0")[:40])
-            return True
+    request = interface.encode().ljust(40, b"\0")[:40]
+    any_socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with any_socket, contextlib.suppress(OSError):
+        fcntl.ioctl(any_socket, 0x8915, request)  # SIOCGIFADDR: fails without an address of IPv4
+        return True
     with contextlib.suppress(OSError):  # there is no IPv6
         return interface in Path("/proc/net/if_inet6").read_text().split()
     return False

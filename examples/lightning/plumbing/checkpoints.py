@@ -107,8 +107,9 @@ def load_checkpoint(path):
 def load_json(path):
     """Return what run.json says, of a checkpoint of many files: see shards.py."""
     checkpoint = json.loads(path.read_text())
-    checksum = checkpoint.pop("checksum", None)  # older ones of DeepSpeed have none
-    if checksum is not None and checksum != zlib.crc32(json.dumps(checkpoint).encode()):
+    if isinstance(checkpoint["files"], list):
+        return checkpoint  # of an older train.py of DeepSpeed, which wrote no checksum
+    if checkpoint.pop("checksum") != zlib.crc32(json.dumps(checkpoint).encode()):
         raise ValueError("it has changed")
     return checkpoint
 

@@ -81,8 +81,10 @@ in_image() (
 )
 
 # For torchrun, which starts the processes of its node: refuse other numbers of tasks. Where the
-# header has none, srun starts so many.
+# header has none, srun starts so many. When torchrun restarts its processes, they meet at a new
+# port, and the old ones get 5 s to end.
 one_task_per_node() {
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5
     export SLURM_NTASKS="${SLURM_NTASKS:-$SLURM_JOB_NUM_NODES}"
     [[ "$SLURM_NTASKS" -eq "$SLURM_JOB_NUM_NODES" ]] ||
         fail "$SLURM_NTASKS tasks on $SLURM_JOB_NUM_NODES nodes: set #SBATCH --ntasks-per-node=1"
@@ -100,6 +102,11 @@ one_task_per_process() {
     [[ "${SLURM_NTASKS_PER_NODE:-}" && "$gpus" =~ ^(0|"$SLURM_NTASKS_PER_NODE")$ ]] ||
         fail "#SBATCH --ntasks-per-node must be there, equal to --gpus-per-node if there are \
 GPUs; --ntasks will not do"
+}
+
+# Set OMP_NUM_THREADS for $1 processes, which share the cores of this task.
+share_cores() {
+    export OMP_NUM_THREADS="$((SLURM_CPUS_PER_TASK > $1 ? SLURM_CPUS_PER_TASK / $1 : 1))"
 }
 
 # Print this node's own address on the way to the host $1.
@@ -252,3 +259,4 @@ requeue_near_time_limit() {
 
 source "$plumbing/requeue.sh"    # claim_folder, keep_program, near_end, requeue, saved
 source "$plumbing/gloo.sh"       # choose_launcher, join_others, for Horovod
+source "$plumbing/staging.sh"    # stage_data

@@ -94,7 +94,9 @@ def _synthetic(size: int, seed: int) -> Images:
 def _reader(name: str) -> type[Dataset]:
     """Return torchvision's class for mnist or fashion_mnist."""
     try:
-        from torchvision import datasets  # imported only when needed: it adds seconds and 160 MB to every process
+        from torchvision import (
+            datasets,  # imported only when needed: it adds seconds and 160 MB to every process
+        )
     except (ImportError, RuntimeError) as error:  # RuntimeError: its build does not fit torch's
         raise DataError(f"{name} needs torchvision ({error}): pip install -r requirements.txt") from error
     return getattr(datasets, DOWNLOADS[name])
