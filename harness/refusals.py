@@ -95,7 +95,7 @@ BAD_NUMBERS_OF_OTHERS = {
 
 def bad_numbers(folder: Path) -> dict[tuple[str, str], list[str]]:
     """Return the calls of an example's parsers with numbers that cannot work, and what each has to say."""
-    text = (folder / "train.py").read_text()
+    text = (folder / "train.py").read_text() + (folder / "plumbing" / "settings.py").read_text()
     calls = {
         ("train.parse_args()", words): says for words, says in BAD_NUMBERS.items() if f'"{words.split()[0]}"' in text
     }

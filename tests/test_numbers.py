@@ -5,6 +5,7 @@ What each example's parser refuses stands in harness/refusals.py: test_bad_input
 
 import argparse
 import json
+import re
 import runpy
 import sys
 from argparse import Namespace
@@ -24,14 +25,14 @@ pytestmark = pytest.mark.usefixtures("refusing")
 def test_each_flag_has_a_row() -> None:
     """Each flag of an example's that takes a number has a row among those that must be refused."""
     tried = {words.split()[0] for words in refusals.BAD_NUMBERS}
+    number = r"""add(?:_argument)?\(\s*"(--[\w-]+)",(?: "--[\w-]+",)* type=(?:int|float)"""
+    shared = re.findall(number, (ROOT / "plumbing" / "settings.py").read_text())
+    assert len(shared) == 6
     for name in EXAMPLES:
         calls = refusals.bad_numbers(ROOT / "examples" / name)
         assert len(calls) >= 14, name
-        lines = (ROOT / "examples" / name / "train.py").read_text().splitlines()
-        flags = {
-            line.split('"')[1] for line in lines if "add_argument(" in line and ("type=int" in line or "float" in line)
-        }
-        assert {flag for flag in flags if flag.startswith("--")} - tried <= {"--zero-stage", "--layers"}, name
+        flags = re.findall(number, (ROOT / "examples" / name / "train.py").read_text())
+        assert {*shared, *flags} - tried <= {"--zero-stage", "--layers"}, name
 
 
 ACCEPTED = {

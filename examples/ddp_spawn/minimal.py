@@ -30,28 +30,32 @@ def train_one_epoch(ddp_model, train_loader, optimizer, device):
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
     for images, labels in train_loader:
         images, labels = images.to(device), labels.to(device)
-        loss = F.cross_entropy(ddp_model(images), labels)
+        logits = ddp_model(images)
+        loss = F.cross_entropy(logits, labels)
         loss.backward()  # ddp: averages the gradients over all processes
         sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
         sums[1] += len(labels)
         optimizer.step()
         optimizer.zero_grad()
     dist.all_reduce(sums)  # ddp: sum over all processes, which all have to call this
-    return (sums[0] / sums[1]).item()
+    loss_sum, samples = sums.tolist()
+    return loss_sum / samples
 
 
 @torch.no_grad()
 def evaluate(model, test_loader, device):
-    """Return the accuracy, from 0 to 1, over the samples of all processes."""
+    """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # correct, samples
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
     for images, labels in test_loader:
         images, labels = images.to(device), labels.to(device)
         logits = model(images)
-        sums[0] += (logits.argmax(1) == labels).sum()
-        sums[1] += len(labels)
+        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        sums[1] += (logits.argmax(1) == labels).sum()
+        sums[2] += len(labels)
     dist.all_reduce(sums)  # ddp: sum over all processes, which all have to call this
-    return (sums[0] / sums[1]).item()
+    loss_sum, correct, samples = sums.tolist()
+    return loss_sum / samples, correct / samples
 
 
 def main(local_rank, world_size, port):
@@ -87,10 +91,11 @@ def main(local_rank, world_size, port):
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # ddp: shuffles anew; each process takes its part of one order
         train_loss = train_one_epoch(ddp_model, train_loader, optimizer, device)
-        accuracy = evaluate(model, test_loader, device)  # not ddp_model: parts differ in length
+        # The model itself, not ddp_model: processes may have one test batch more or fewer.
+        test_loss, accuracy = evaluate(model, test_loader, device)
         if rank == 0:
-            line = f"epoch {epoch + 1}: train loss {train_loss:.4f}, test acc {accuracy:.2%}"
-            print(line, flush=True)
+            losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"
+            print(f"epoch {epoch + 1}: {losses}, test acc {accuracy:.2%}", flush=True)
     if rank == 0:  # ddp: all processes have the same weights; one writes them
         torch.save(model.cpu().state_dict(), "model.pt")
     dist.destroy_process_group()

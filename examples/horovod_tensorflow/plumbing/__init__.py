@@ -7,6 +7,7 @@ these calls train.py still trains.
 from .checkpoints import (
     accept,
     check_results,
+    load_checkpoint,
     read_checkpoint,
     share_checkpoint,
     write_arrays,
@@ -31,5 +32,14 @@ from .launchers import (
 from .models import compile_in_place, fix_summation_order, uncompiled
 from .processes import check_gpu, prepare_process, quiet_lightning
 from .records import finish, plural, print_epoch, print_header
-from .settings import check_args, count_steps, position, share_batch, steps_or_minutes
+from .settings import (
+    arguments,
+    batches_left,
+    check_args,
+    count_steps,
+    learning_rate,
+    position,
+    share_batch,
+    steps_or_minutes,
+)
 from .stopping import requested, stop, stop_requested, until_stopped

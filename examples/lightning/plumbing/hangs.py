@@ -245,11 +245,7 @@ def place():
     """
     stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
     files = [Path(frame.filename).resolve() for frame in stack]
-    own = [
-        number
-        for number, file in enumerate(files)
-        if file.is_relative_to(FOLDER) and "site-packages" not in file.parts
-    ]
+    own = [number for number, file in enumerate(files) if is_own(file)]
     preferred = [number for number in own if not files[number].is_relative_to(PLUMBING)]
     last = max(preferred or own, default=len(stack) - 1)
     file = files[last].relative_to(FOLDER) if own else files[last]
@@ -257,6 +253,12 @@ def place():
     if stack[last] is stack[-1]:
         return found
     return f"{found}, in {stack[-1].name} of {files[-1].name}"
+
+
+def is_own(file):
+    """Return whether a file of a stack is one below train.py's folder, and no module of Python's."""
+    other = file.name.startswith("<") or "site-packages" in file.parts  # such as <string>
+    return file.is_relative_to(FOLDER) and not other
 
 
 def collective():

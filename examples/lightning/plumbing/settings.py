@@ -4,11 +4,54 @@ import itertools
 import os
 import re
 import sys
-from argparse import ArgumentTypeError
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
 from datetime import timedelta
+from pathlib import Path
 
 from . import checks
 from .launchers import fail, rank
+
+
+def arguments(description, precisions):
+    """Return a parser with the flags that all examples have.
+
+    `precisions` are the choices of --precision, of which the first is the default.
+    """
+    parser = ArgumentParser(description=description, formatter_class=ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--epochs", type=int, default=5, help="total number, including those before a resume")
+    add("--batch-size", type=int, default=64, help="samples per batch of each process")
+    add("--global-batch", type=int, metavar="N", help="samples of a step, of all processes")
+    add("--lr", type=float, default=1e-3, help="learning rate")
+    words = "multiply --lr by the number of processes"
+    add("--scale-lr", choices=("linear", "sqrt"), help=words)
+    words = "steps in which the learning rate rises"
+    add("--warmup-steps", type=int, default=0, help=words)
+    add("--seed", type=int, default=0, help="seed for initial weights and shuffling")
+    words = "bf16: mixed precision; fp64: for tests"
+    add("--precision", choices=precisions, default=next(iter(precisions)), help=words)
+    words = "seconds that a step, or the start, may take"
+    add("--timeout", type=int, default=300, help=words)
+    words = "folder for everything the run writes"
+    add("--output-dir", type=Path, default="output", help=words)
+    words = "continue from the checkpoint, if there is one"
+    add("--resume", action="store_true", help=words)
+    return parser
+
+
+def learning_rate(args, step):
+    """Return the learning rate of a step, counted from 0 over the whole run.
+
+    That is --lr, multiplied as --scale-lr says ("linear": Goyal et al. 2017), after a linear
+    warm-up.
+    """
+    processes = getattr(args, "groups", args.world_size)
+    factor = 1
+    if args.scale_lr == "linear":
+        factor = processes
+    elif args.scale_lr == "sqrt":
+        factor = processes**0.5
+    return args.lr * factor * min(1, (step + 1) / (args.warmup_steps + 1))
 
 
 def check_args(parser, args):
@@ -128,3 +171,14 @@ def position(args, progress):
     """Return how many epochs are complete, and how many steps of the next one."""
     epochs = len(progress["history"])
     return epochs, progress["step"] - epochs * args.steps_per_epoch
+
+
+def batches_left(args, progress, batches):
+    """Return the batches of an epoch on which a run has not trained.
+
+    Those are all, unless it was stopped within the epoch. Batches at the end that do not complete
+    an optimizer step are left out.
+    """
+    accumulated = getattr(args, "gradient_accumulation_steps", 1)
+    _, done = position(args, progress)
+    return list(batches)[done * accumulated : args.steps_per_epoch * accumulated]
