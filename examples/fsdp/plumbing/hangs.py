@@ -256,7 +256,7 @@ def place():
 
 
 def is_own(file):
-    """Return whether a file of a stack is one below train.py's folder, and no module of Python's."""
+    """Return whether a file of a stack is below train.py's folder, and no module of Python's."""
     other = file.name.startswith("<") or "site-packages" in file.parts  # such as <string>
     return file.is_relative_to(FOLDER) and not other
 
