@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import edits
 from harness.launchers import ROOT
 from harness.processes import clean_environment
 
@@ -27,7 +28,12 @@ FIRST = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "one", "SUBMITTED": "2026-11
 def shell(folder: Path, script: str, **variables: str) -> subprocess.CompletedProcess:
     """Run a script of bash beside plumbing/, as run.slurm does."""
     shutil.copytree(ROOT / "plumbing", folder / "plumbing", dirs_exist_ok=True)
-    environment = clean_environment() | {"SLURM_JOB_ID": "1"} | variables
+    return run_script(folder, script, {"SLURM_JOB_ID": "1"} | variables)
+
+
+def run_script(folder: Path, script: str, variables: dict[str, str]) -> subprocess.CompletedProcess:
+    """Run a script of bash with these variables."""
+    environment = clean_environment() | variables
     return subprocess.run(
         ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
     )
@@ -275,6 +281,23 @@ def test_folder_of_a_run_without_slurm(tmp_path: Path) -> None:
     touch(tmp_path, "output/8/code-8/train.py")
     (tmp_path / "output/8/started").touch()  # empty: as before submissions were noted
     assert job(tmp_path, SLURM_JOB_ID="8", SLURM_RESTART_COUNT="1").returncode == 0
+
+
+def test_hands_over(tmp_path: Path) -> None:
+    """A requeued job, and the next in a chain, go on with the functions that they were submitted with.
+
+    The live ones, which are edited meanwhile, are for new jobs. A copy of an older release, without them, takes these.
+    """
+    touch(tmp_path, "train.py")
+    assert job(tmp_path).returncode == 0
+    edits.end_after_handing_over(tmp_path)
+    for variables in ({"SLURM_RESTART_COUNT": "1"}, {"SUCCESSION": "1", "KEPT_CODE": "output/7/code-7"}):
+        run = run_script(tmp_path, JOB, FIRST | variables)
+        assert run.returncode == 0 and "code: output/7/code-7\n" in run.stdout, run.stdout + run.stderr
+    run = run_script(tmp_path, JOB, FIRST | {"SLURM_JOB_ID": "8"})
+    assert run.returncode == 3 and run.stdout == "the edited plumbing\n"
+    shutil.rmtree(tmp_path / "output" / "7" / "code-7" / "plumbing")
+    assert run_script(tmp_path, JOB, FIRST | {"SLURM_RESTART_COUNT": "1"}).returncode == 3
 
 
 # ---- What the shell holds ----

@@ -175,8 +175,10 @@ def preempt_and_kill(job: Job) -> None:
     """Requeue a job after its first epoch, its program edited, kill a worker after another, and see it complete."""
     recovers = LAUNCHERS[job.name].job_recovers
     job.wait_for_epoch(1)
-    for file in [*job.folder.glob("*.py"), *job.folder.glob("*.json"), *job.folder.glob("common/*.py")]:
-        file.write_text("raise SystemExit('the edited program')\n")
+    for pattern in ("*.py", "*.json", "common/*.py", "plumbing/*.py"):
+        for file in job.folder.glob(pattern):
+            file.write_text("raise SystemExit('the edited program')\n")
+    edits.end_after_handing_over(job.folder)
     job.lab.requeue(job.id)
     wait_for_progress(job, starts=2)
     assert job.shown["Restarts"] == "1"

@@ -334,7 +334,7 @@ def test_refused(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
         if "LAUNCH" in variables and example not in HOROVOD:
             continue
         folder = stub(source, tmp_path / str(number) / example)
-        for script in [folder / "run.slurm", *folder.glob("*.sh")]:
+        for script in [folder / "run.slurm", *folder.glob("plumbing/*.sh")]:
             script.write_text(re.sub(old, new, script.read_text(), flags=re.MULTILINE))
         jobs[fault] = submit(lab, example, folder, options=options, **variables), texts
     for fault, (job, texts) in jobs.items():
