@@ -162,6 +162,18 @@ WRONG = {  # what a page says, and what is wrong with it
 }
 
 
+def test_remedies_for_memory() -> None:
+    """Each example that docs/out-of-memory.md names beside a flag has that flag."""
+    checked = 0
+    for part in re.split(r"[;|\n]", (ROOT / "docs" / "out-of-memory.md").read_text()):
+        named = set(re.findall(r"`(--[a-z_-]+)", part))
+        for example in re.findall(r"\]\(\.\./examples/(\w+)", part):
+            text = (ROOT / "examples" / example / "train.py").read_text()
+            assert [flag for flag in named if f'"{flag}"' not in text] == [], (example, part)
+            checked += len(named)
+    assert checked > 10
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_flag(case: str) -> None:
     """A flag that is mistyped, or belongs to another program than the one that is spoken of, is noticed."""
