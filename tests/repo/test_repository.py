@@ -270,7 +270,7 @@ def test_rooms_can_fail() -> None:
         ("harness", "from lab import Lab\nimport common.data, os\nfrom . import runs", set()),
         ("harness", "def late():\n    import tests.conftest as c", {"tests"}),
         ("benchmarks", "from tests import test_gpu\nfrom harness import runs", {"tests"}),
-        ("benchmarks", "import studies.network", {"studies"}),
+        ("benchmarks", "import studies.scale", {"studies"}),
         ("lab", "import json, benchmarks\nfrom harness.runs import Run", {"benchmarks", "harness"}),
         ("examples", "from common import data\nfrom lab import Lab", {"lab"}),
     ):
