@@ -216,8 +216,11 @@ def draw_speeds(speeds: Sequence[Speed], path: Path, caption: str = "") -> None:
 
 
 def finish(rows: Sequence[Mapping[str, str]], figure: Figure | None, path: Path, caption: str) -> None:
-    """Write the table, and the picture if there is one, beside the CSV file `path`, and print the table."""
+    """Write the table, and the picture if there is one, beside the CSV file `path`, and print the table.
+
+    The picture has the text of that file as its description.
+    """
     path.with_suffix(".md").write_text(f"{caption}\n\n{table(rows)}".lstrip())
     if figure:
-        figure.savefig(path.with_suffix(".png"))
+        figure.savefig(path.with_suffix(".png"), metadata={"Description": path.read_text()})
     print(f"\n{table(rows)}\n{path.parent}: {path.stem}.csv, {path.stem}.md{f', {path.stem}.png' * bool(figure)}")
