@@ -83,7 +83,7 @@ FOREIGN = {
     "no-index prefix reinstall requirement system-site-packages upgrade",
     "containers": "bind fakeroot image nv pid privileged rocm",
     "nox": "environment force-python no-download",
-    "others": "arch backend-store-uri bandwidth classic dereference listen local-dir logdir login version yes",
+    "others": "arch backend-store-uri bandwidth classic dereference latency listen local-dir logdir login version yes",
 }
 OWN = ["lab", "preflight", "sweep", "jupyter", "benchmarks", "studies", "tests", "harness"]
 
