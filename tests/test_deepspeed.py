@@ -246,13 +246,3 @@ def test_built_beforehand(example: str, folder: Path, bare: dict[str, str]) -> N
     assert "ds_config_offload.json: ZeRO stage 2" in run.stdout
     assert outputs.read_metrics(folder / "output")[-1]["test_accuracy"] > 0.85
     assert not list(Path(bare["TORCH_EXTENSIONS_DIR"]).glob("**/*.so"))
-
-
-@pytest.mark.runs("weekly")
-def test_torchrun_killed(example: str, folder: Path) -> None:
-    """SIGKILL to torchrun alone: its processes end with it."""
-    run = runs.start(example, folder, 2, "--epochs", 1000)
-    run.read_epoch(1)
-    os.kill(run.process.pid, signal.SIGKILL)
-    wait_until(lambda: not run.pids(), 60, "the end of the processes that have lost torchrun")
-    run.wait()
