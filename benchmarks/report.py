@@ -51,21 +51,7 @@ class PeerRun:
     peak_mb: float  # of the largest process
 
 
-@dataclass(frozen=True)
-class Phase:
-    """How fast one way to train was over a link of one rate: a row of network.csv. A batch is one of each process."""
-
-    rate: str  # of the link, such as "100mbit", or "none" without a limit
-    round: int
-    model: str
-    way: str  # what the processes exchange
-    mb: float  # megabytes to be summed over the processes, per batch
-    sent_mb: float  # megabytes that the first node has sent, per batch
-    seconds: float  # per batch
-    samples_per_second: float  # of all processes
-
-
-def write_csv(rows: Sequence[Run | Speed | PeerRun | Phase], path: Path) -> None:
+def write_csv(rows: Sequence[Run | Speed | PeerRun], path: Path) -> None:
     """Write rows to a CSV file, with the names of their fields in its first line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
@@ -230,8 +216,11 @@ def draw_speeds(speeds: Sequence[Speed], path: Path, caption: str = "") -> None:
 
 
 def finish(rows: Sequence[Mapping[str, str]], figure: Figure | None, path: Path, caption: str) -> None:
-    """Write the table, and the picture if there is one, beside the CSV file `path`, and print the table."""
+    """Write the table, and the picture if there is one, beside the CSV file `path`, and print the table.
+
+    The picture has the text of that file as its description.
+    """
     path.with_suffix(".md").write_text(f"{caption}\n\n{table(rows)}".lstrip())
     if figure:
-        figure.savefig(path.with_suffix(".png"))
+        figure.savefig(path.with_suffix(".png"), metadata={"Description": path.read_text()})
     print(f"\n{table(rows)}\n{path.parent}: {path.stem}.csv, {path.stem}.md{f', {path.stem}.png' * bool(figure)}")

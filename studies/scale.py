@@ -68,6 +68,13 @@ def predicted(row: Row) -> Step:
     return local_sgd(model, row.computing, row.nodes, cluster, PERIOD)
 
 
+def sent_bytes() -> int:
+    """Return how many bytes this node has sent over its link, eth0."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    counters = next(line.partition(":")[2].split() for line in lines if line.strip().startswith("eth0:"))
+    return int(counters[8])
+
+
 def take_part(nodes: Sequence[int]) -> None:
     """Be one of the processes: measure a round for each line that rank 0 reads, and print what it found as JSON."""
     import torch
@@ -76,8 +83,6 @@ def take_part(nodes: Sequence[int]) -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
-
-    from studies.network import average, sent_bytes
 
     class Wait(torch.autograd.Function):
         """Pass on its input when a time is over, and twice that time in the backward pass."""
@@ -132,7 +137,10 @@ def take_part(nodes: Sequence[int]) -> None:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 if self.way == "local SGD" and number % PERIOD == 0:
-                    average(list(self.plain.parameters()), self.group)
+                    with torch.no_grad():
+                        for weight in self.plain.parameters():
+                            dist.all_reduce(weight, group=self.group)
+                            weight /= dist.get_world_size(self.group)
                 found.append(time.perf_counter() - start)
             return found
 

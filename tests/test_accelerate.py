@@ -11,33 +11,9 @@ from harness import edits, outputs, refusals, runs
 from harness.launchers import LAUNCHERS, ROOT, copy_example
 from harness.processes import wait_until
 from harness.runs import Reference
-from tests.test_torchrun_multinode import BAD_INTERVALS, COUNTING, saved_step, stop
+from tests.test_torchrun_multinode import BAD_INTERVALS, saved_step, stop
 
 pytestmark = pytest.mark.only("accelerate")
-
-
-@pytest.mark.runs("weekly")
-def test_gradient_accumulation(example: str, folder: Path) -> None:
-    """2 batches of 16 per step take the steps of batch 32, clipping included, and exchange as many gradients."""
-    (folder / "counting.py").write_text(COUNTING)
-    line = "    # Train.\n"
-    edits.edit(
-        folder / "train.py", line, f"    ddp_model.register_comm_hook(None, __import__('counting').hook)\n{line}"
-    )
-    models, exchanges, norms = {}, {}, {}
-    for name, words in (("accumulated", "16 --gradient-accumulation-steps 2"), ("whole", "32")):
-        common = ["--max-grad-norm", 0.5, "--precision", "fp64", "--epochs", 1, "--output-dir", name]
-        runs.train(example, folder, 2, "--batch-size", *words.split(), *common)
-        models[name] = outputs.read_model(folder / name)
-        exchanges[name] = (folder / "exchanges").stat().st_size
-        norms[name] = sorted(map(float, (folder / "norms").read_text().split()))
-        (folder / "exchanges").unlink()
-        (folder / "norms").unlink()
-    assert outputs.largest_difference(models["accumulated"], models["whole"]) < 1e-9
-    assert exchanges["accumulated"] == exchanges["whole"] > 0
-    assert len(norms["whole"]) == 2 * (1438 // 64)  # both processes have noted each of their steps
-    assert norms["accumulated"] == pytest.approx(norms["whole"], rel=1e-9)
-    assert norms["whole"] == pytest.approx([0.5] * len(norms["whole"]), rel=1e-4)  # each was above the limit before
 
 
 def test_bad_input(example: str, folder: Path) -> None:
@@ -80,23 +56,6 @@ def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -
 
 
 @pytest.mark.runs("weekly")
-def test_stopped_in_the_warmup(example: str, folder: Path) -> None:
-    """Stopped in mid-epoch in its warm-up and resumed, with two batches a step: the same rates, and the same bits."""
-    edits.note_rates(folder, LAUNCHERS[example])
-    words = "--epochs 1 --batch-size 16 --gradient-accumulation-steps 2 --warmup-steps 15 --scale-lr sqrt"
-    run = runs.start(example, folder, 2, *words.split())
-    run.read_until(LAUNCHERS[example].first_line)
-    step = runs.ask_to_stop(example, run)
-    runs.train(example, folder, 2, *words.split(), "--resume")
-    runs.assert_continued(folder / "output", step)
-    assert step < 15
-    expected = [0.001 * 2**0.5 * min(1, (step + 1) / 16) for step in range(1438 // 64)]
-    assert edits.noted_rates(folder) == expected
-    runs.train(example, folder, 2, *words.split(), "--output-dir", "whole")
-    outputs.assert_same_run(folder / "output", folder / "whole")
-
-
-@pytest.mark.runs("weekly")
 def test_worker_killed_and_started_again(example: str, folder: Path, reference: Reference) -> None:
     """SIGKILL to one worker in mid-epoch: its launcher starts the group again, which continues from the last step."""
     command = LAUNCHERS[example].local.format(n=2).replace(" train.py", " --max_restarts 1 train.py")
@@ -109,16 +68,6 @@ def test_worker_killed_and_started_again(example: str, folder: Path, reference: 
     assert run.status == 0, run.stderr
     assert re.search(r"continuing after epoch [1-4] of 5, step \d+", run.stdout), run.stdout
     outputs.assert_same_run(folder / "output", reference.output)
-
-
-@pytest.mark.runs("weekly")
-def test_launcher_killed(example: str, folder: Path) -> None:
-    """SIGKILL to `accelerate launch` alone: its processes end with it."""
-    run = runs.start(example, folder, 2, "--epochs", 1000)
-    run.read_epoch(1)
-    os.kill(run.process.pid, signal.SIGKILL)
-    wait_until(lambda: not run.pids(), 60, "the end of the processes that have lost their launcher")
-    run.wait()
 
 
 @pytest.mark.runs("weekly")

@@ -14,25 +14,17 @@ from pathlib import Path
 import pytest
 
 from harness import edits, outputs, readme, refusals, runs
-from harness.launchers import LAUNCHERS, ROOT
+from harness.launchers import LAUNCHERS
 from harness.processes import wait_until
 from harness.runs import Reference
+from tests import held_memory
 
 pytestmark = pytest.mark.only("deepspeed")
 
 
 def note_memory(folder: Path) -> None:
     """Make a copy of the example write down, before each step, how many MB each process holds."""
-    shutil.copy(ROOT / "studies" / "zero_memory.py", folder)
-    line = "        engine.step()"
-    note = "        __import__('zero_memory').note(engine)\n"
-    edits.edit(folder / "train.py", line, note + line)
-
-
-def memory(folder: Path) -> dict[str, float]:
-    """Return the MB that each process held before its last step: the most of both."""
-    held = [json.loads((folder / f"memory-{rank}.json").read_text()) for rank in range(2)]
-    return {kind: max(one[kind] for one in held) for kind in held[0]}
+    held_memory.plant(folder, "        engine.step()", "note_engine(engine)")
 
 
 WEIGHTS = 1_199_882 * 4 / 1e6  # MB of the ConvNet's weights in fp32; Adam's state is twice that
@@ -56,7 +48,7 @@ def test_stage_1_and_its_own_launcher(example: str, folder: Path, reference: Ref
     run = runs.Run([*own.replace("output/own", "output").split(), "--zero-stage", "1"], folder).wait()
     assert run.status == 0, run.stdout + run.stderr
     outputs.assert_same_run(folder / "output", reference.output)
-    held = memory(folder)
+    held = held_memory.read(folder)
     assert held["optimizer state"] == pytest.approx(WEIGHTS, rel=0.01)
     assert held["parameters"] == pytest.approx(WEIGHTS, rel=0.01)
 
@@ -66,7 +58,7 @@ def test_stage_3_without_a_compiler(example: str, folder: Path, reference: Refer
     note_memory(folder)
     runs.train(example, folder, 2, "--zero-stage", 3, **bare)
     outputs.assert_same_run(folder / "output", reference.output)
-    held = memory(folder)
+    held = held_memory.read(folder)
     for kind, whole in (("parameters", WEIGHTS), ("gradients", WEIGHTS), ("optimizer state", 2 * WEIGHTS)):
         assert held[kind] == pytest.approx(whole / 2, rel=0.02), kind
     assert not list(Path(bare["TORCH_EXTENSIONS_DIR"]).glob("**/*.so"))
@@ -182,7 +174,7 @@ def test_bf16_with_accumulation(example: str, folder: Path) -> None:
     assert "own.json: ZeRO stage 3, bf16" in run.stdout and "global batch 716" in run.stdout
     rows = outputs.read_metrics(folder / "output")
     assert rows[-1]["test_loss"] < 2 < rows[0]["train_loss"]
-    held = memory(folder)
+    held = held_memory.read(folder)
     assert held["parameters"] == pytest.approx(WEIGHTS / 4, rel=0.02)  # half of them, in 2 bytes instead of 4
     assert held["optimizer state"] == pytest.approx(WEIGHTS, rel=0.02)  # half of it, in fp32
     weights = outputs.read_model(folder / "output")
@@ -256,13 +248,3 @@ def test_built_beforehand(example: str, folder: Path, bare: dict[str, str]) -> N
     assert "ds_config_offload.json: ZeRO stage 2" in run.stdout
     assert outputs.read_metrics(folder / "output")[-1]["test_accuracy"] > 0.85
     assert not list(Path(bare["TORCH_EXTENSIONS_DIR"]).glob("**/*.so"))
-
-
-@pytest.mark.runs("weekly")
-def test_torchrun_killed(example: str, folder: Path) -> None:
-    """SIGKILL to torchrun alone: its processes end with it."""
-    run = runs.start(example, folder, 2, "--epochs", 1000)
-    run.read_epoch(1)
-    os.kill(run.process.pid, signal.SIGKILL)
-    wait_until(lambda: not run.pids(), 60, "the end of the processes that have lost torchrun")
-    run.wait()

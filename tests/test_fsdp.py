@@ -18,6 +18,7 @@ from common.models import TinyGPT
 from harness import edits, outputs, readme, refusals, runs, samples
 from harness.launchers import LAUNCHERS, ROOT
 from harness.runs import Reference
+from tests import held_memory
 
 pytestmark = pytest.mark.only("fsdp")
 
@@ -553,15 +554,18 @@ def test_other_gpt2(example: str, folder: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.runs("weekly")
-def test_share_of_memory(example: str) -> None:
+def test_share_of_memory(example: str, folder: Path) -> None:
     """Each process holds its share of weights, gradients and Adam's state, to 5 %, on each mesh."""
-    from studies import sharding  # here, since it imports matplotlib and much of PyTorch
-
-    whole = sharding.measure("fsdp", 1, 1, width=128, layers=2)
+    held_memory.plant(folder, "        optimizer.step()", "note_optimizer(optimizer)")
+    words = ["--tokens", 4000, "--epochs", 1]
+    size = sum(weight.nbytes for weight in TinyGPT(context=64).parameters()) / 1e6
     for processes, tensor_parallel in MESHES.values():
-        held = sharding.measure("fsdp", processes // tensor_parallel, tensor_parallel, width=128, layers=2)
-        for kind in ("parameters", "gradients", "optimizer state"):
-            assert held[kind] * processes == pytest.approx(whole[kind], rel=0.05), (processes, tensor_parallel, kind)
+        output = f"{processes}-{tensor_parallel}"
+        runs.train(example, folder, processes, *words, "--tensor-parallel", tensor_parallel, "--output-dir", output)
+        held = held_memory.read(folder, processes)
+        expected = {"parameters": size, "gradients": size, "optimizer state": 2 * size}
+        whole = {kind: megabytes * processes for kind, megabytes in held.items()}
+        assert whole == pytest.approx(expected, rel=0.05), output
 
 
 @pytest.mark.runs("weekly")

@@ -83,7 +83,7 @@ FOREIGN = {
     "no-index prefix reinstall requirement system-site-packages upgrade",
     "containers": "bind fakeroot image nv pid privileged rocm",
     "nox": "environment force-python no-download",
-    "others": "arch backend-store-uri bandwidth classic dereference listen local-dir logdir login version yes",
+    "others": "arch backend-store-uri bandwidth classic dereference latency listen local-dir logdir login version yes",
 }
 OWN = ["lab", "preflight", "sweep", "jupyter", "benchmarks", "studies", "tests", "harness"]
 
@@ -160,6 +160,18 @@ WRONG = {  # what a page says, and what is wrong with it
     ),
     "in a block that is run": ("# T\n\n```bash\npython x.py --nothing\n```\n", []),
 }
+
+
+def test_remedies_for_memory() -> None:
+    """Each example that docs/out-of-memory.md names beside a flag has that flag."""
+    checked = 0
+    for part in re.split(r"[;|\n]", (ROOT / "docs" / "out-of-memory.md").read_text()):
+        named = set(re.findall(r"`(--[a-z_-]+)", part))
+        for example in re.findall(r"\]\(\.\./examples/(\w+)", part):
+            text = (ROOT / "examples" / example / "train.py").read_text()
+            assert [flag for flag in named if f'"{flag}"' not in text] == [], (example, part)
+            checked += len(named)
+    assert checked > 10
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -1,88 +1,65 @@
-"""The front page's pictures: they say what run.slurm does and what was measured, and one command draws them."""
+"""The front page's pictures: that of the launch patterns says what run.slurm does, the other what was measured."""
 
 import dataclasses
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 from PIL import Image
 
-from benchmarks import pictures, report
-from benchmarks.pictures import FOLDER, PATTERNS, Pattern
-from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
-from harness.processes import clean_environment
+from benchmarks import report
+from harness.launchers import LAUNCHERS, ROOT
 
 README = (ROOT / "README.md").read_text()
-LAUNCH = ("", "torchrun", "train.py")  # what may stand between srun and the processes
-SIZES = {"launch": (1800, 1110), "compare": (1800, 510)}
+COMPARED = ROOT / "benchmarks" / "compare.csv"
 
 
-def check_pattern(pattern: Pattern) -> None:
-    """Check that a pattern starts as many processes as run.slurm says, by a launcher in one task, or each as a task."""
-    assert LAUNCHERS[pattern.example].processes_in_job == pattern.nodes * pattern.processes
-    assert pattern.tasks == (1 if pattern.launcher else pattern.processes) and pattern.launcher in LAUNCH
+def who_starts_whom(example: str, text: str) -> str:
+    """Return the arrows that the front page's picture has for a launch pattern whose run.slurm has this text."""
+    nodes, tasks = (int(re.search(rf"^#SBATCH --{name}=(\d+)", text, re.M)[1]) for name in ("nodes", "ntasks-per-node"))
+    _, _, *launcher = re.search(r"^# Who starts the processes: (.*)$", text, re.M)[1].split(" -> ")
+    task = "one task" if tasks == 1 else f"{tasks} tasks"
+    processes = LAUNCHERS[example].processes_in_job // nodes
+    where = "one node" if nodes == 1 else f"each of {nodes} nodes"
+    last = '?["each is a process"]'
+    if launcher:
+        program = re.match(r"[\w.]+\w", launcher[0])[0]
+        last = f'{program} --> ?["{processes} processes"]'
+    assert launcher or tasks == processes
+    return f'srun -- "{example}: {task} on {where}" --> {last}'
 
 
-def test_patterns() -> None:
-    """Each launch pattern has a panel; a run.slurm with another launcher, more tasks or more nodes is noticed."""
-    assert sorted(pattern.example for pattern in PATTERNS) == [name for name in EXAMPLES if LAUNCHERS[name].pattern]
-    for pattern in PATTERNS:
-        check_pattern(pattern)
-    text = (ROOT / "examples" / "torchrun_multinode" / "run.slurm").read_text()
-    for old, new in (
-        ("-> torchrun,", "-> mpirun,"),
-        (" -> torchrun,", ","),
-        ("per-node=1", "per-node=2"),
-        ("nodes=2", "nodes=3"),
-    ):
-        changed = pictures.read_pattern("torchrun_multinode", text.replace(old, new))
-        with pytest.raises(AssertionError):
-            check_pattern(changed)
+def arrows() -> set[str]:
+    """Return the arrows of the front page's picture, with a line for each launch pattern."""
+    block = re.search(r"^```mermaid\nflowchart LR\n(.*?)^```$", README, re.M | re.S)[1]
+    lines = [re.sub(r"\w\[", "?[", line.strip().removeprefix("run.slurm --> ")) for line in block.splitlines()]
+    return {
+        line.replace(names, name)
+        for line in lines
+        for names in re.findall('"(.*):', line)
+        for name in names.split(", ")
+    }
 
 
-def draw(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the command that draws both pictures, without PyTorch: matplotlib has to be enough."""
-    program = (
-        "import runpy, sys; sys.modules['torch'] = None; runpy.run_module('benchmarks.pictures', run_name='__main__')"
-    )
-    command = [sys.executable, "-c", program, *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300)
+def test_launch_patterns() -> None:
+    """The picture has each launch pattern as its run.slurm is; another launcher, or other numbers, are noticed."""
+    patterns = [name for name, row in LAUNCHERS.items() if row.pattern]
+    texts = {name: (ROOT / "examples" / name / "run.slurm").read_text() for name in patterns}
+    assert {who_starts_whom(name, text) for name, text in texts.items()} == arrows()
+    said = " ".join(README.replace("\\", "").split())
+    assert all(LAUNCHERS[name].meets.partition(";")[0] in said for name in patterns)
+    for old, new in (("-> torchrun,", "-> mpirun,"), ("nodes=2", "nodes=3"), ("per-node=1", "per-node=2")):
+        text = texts["torchrun_multinode"]
+        assert old in text and who_starts_whom("torchrun_multinode", text.replace(old, new)) not in arrows()
 
 
-def described(path: Path) -> dict[str, list]:
-    """Return the content that a picture was drawn from; it must have the expected size, and not be of one colour."""
-    with Image.open(path) as image:
-        assert image.size == SIZES[path.stem]
-        assert image.convert("RGB").getpixel((0, 0)) == (255, 255, 255) and len(image.convert("L").getcolors()) > 20
-        return json.loads(image.text["Description"])
-
-
-def test_committed_pictures(tmp_path: Path) -> None:
-    """Both pictures in the repository are what the command draws, and the README has them and the same table."""
-    done = draw("--output", tmp_path)
-    assert done.returncode == 0, done.stderr
-    for name in SIZES:
-        drawn = described(tmp_path / f"{name}.png")
-        assert drawn == described(FOLDER / f"{name}.png"), (
-            f"draw benchmarks/{name}.png again: see benchmarks/pictures.py"
-        )
-        (alternative,) = re.findall(rf"^!\[(.+)\]\(benchmarks/{name}\.png\)$", README, re.MULTILINE)
-        assert len(alternative) > 50
-    assert done.stdout in README, "the README's table is not that of benchmarks/compare.csv"
-
-    launch, compare = described(tmp_path / "launch.png"), described(tmp_path / "compare.png")
-    ranks = [text for text in launch["texts"] if text.startswith("rank ")]
-    assert len(ranks) == sum(pattern.nodes * pattern.processes for pattern in PATTERNS)
-    assert launch["texts"].count("torchrun") == 4 and launch["texts"].count("run.slurm") == len(PATTERNS)
-    assert {*(pattern.example for pattern in PATTERNS), *pictures.ROLES} <= set(launch["texts"])
-    runs = report.read_runs(FOLDER / "compare.csv")
-    assert {run.example for run in runs} <= set(compare["texts"]) and len(compare["bars"]) == 5 * len(runs)
-    assert compare["bars"][len(runs)] == runs[0].samples_per_second
-    slower = [*runs[:-1], dataclasses.replace(runs[-1], samples_per_second=1.0)]
-    assert pictures.content(report.runs_figure(runs)) == compare != pictures.content(report.runs_figure(slower))
+def test_comparison() -> None:
+    """The README's picture and table are those of benchmarks/compare.csv, a copy of results/local.csv."""
+    (alternative,) = re.findall(r"^!\[(.+)\]\(benchmarks/compare\.png\)$", README, re.MULTILINE)
+    assert len(alternative) > 50
+    with Image.open(COMPARED.with_suffix(".png")) as image:
+        assert image.text["Description"] == COMPARED.read_text(), "copy results/local.png, too"
+    runs = report.read_runs(COMPARED)
+    assert report.table([report.run_cells(run, runs[0].example) for run in runs]) in README
 
 
 def runs_of(*differences: float) -> list[report.Run]:
@@ -107,14 +84,3 @@ def test_comparison_says_who_agrees(tmp_path: Path) -> None:
     assert axis.get_title().endswith("\n2 of 4 agree to the bit")
     assert [line.get_label() for line in axis.lines] == ["2 of 4 examples", "run1", "run2"]
     assert [tuple(line.get_ydata()) for line in axis.lines] == [run.train_losses for run in others[:3]]
-
-
-def test_refused(tmp_path: Path) -> None:
-    """A CSV file that is not there, or of something else, or empty, is refused with one line."""
-    (tmp_path / "other.csv").write_text("name,rate\nddp_spawn,1\n")
-    report.write_csv(runs_of(0), tmp_path / "none.csv")
-    (tmp_path / "none.csv").write_text((tmp_path / "none.csv").read_text().splitlines()[0] + "\n")
-    for name, message in (("missing", "No such file"), ("other", "cannot be read as"), ("none", "has no rows")):
-        refused = draw("--csv", tmp_path / f"{name}.csv", "--output", tmp_path / "drawn")
-        assert refused.returncode == 2 and message in refused.stderr.splitlines()[-1], refused.stderr
-        assert "Traceback" not in refused.stderr and not (tmp_path / "drawn").exists()

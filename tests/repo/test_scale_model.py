@@ -194,30 +194,6 @@ def test_page() -> None:
     assert measured in page, f"write it anew:\n{measured}"
 
 
-def test_startup() -> None:
-    """The page's table of starts is that of the committed rows; a trace is counted as strace writes it."""
-    from benchmarks import report
-    from studies.startup import WAYS, cells, count, read
-
-    rows = read(ROOT / "studies" / "startup.csv")
-    table = report.table(cells(rows))
-    assert table in PAGE.read_text(), f"write it anew:\n{table}"
-    one = {row.way: row for row in rows if row.nodes == 1}
-    assert list(one) == list(WAYS)
-    assert one["image"].requests < one["venv"].requests / 3 and one["image"].seconds < one["venv"].seconds
-    assert one["no .pyc"].seconds > one["venv"].seconds
-    lines = (
-        '12 newfstatat(AT_FDCWD</work>, "/env/lib/a.py", {st_mode=S_IFREG, ...}, 0) = 0\n'
-        '12 newfstatat(AT_FDCWD</work>, "/env/lib/b.so", 0x7ffe, 0) = -1 ENOENT (No such file or directory)\n'
-        '12 openat(AT_FDCWD</work>, "/environment/c.py", O_RDONLY) = 3\n'
-        'read(3</env/lib/a.py>, "import"..., 4096) = 6\n'
-        "13 mmap(NULL, 8192, PROT_READ, MAP_PRIVATE, 4</env/lib/d.so>, 0) = 0x7f00\n"
-        "13 +++ exited with 0 +++\n"
-    )
-    expected = {"newfstatat": 2, "newfstatat, not found": 1, "read": 1, "bytes read": 6, "mmap": 1}
-    assert count(lines, Path("/env")) == expected
-
-
 def test_bad_input(tmp_path: Path) -> None:
     """Each is refused with one line that says what is wrong."""
     wrong = tmp_path / "wrong.json"
