@@ -84,7 +84,10 @@ def until(
     seconds: float = START_SECONDS,
     pause: float = 0.05,
 ) -> None:
-    """Ask, with pauses, until a condition holds; raises LabError when a daemon ends or time is up."""
+    """Ask, with a `pause` of seconds between, until a condition holds.
+
+    Raises LabError when a daemon ends, or when it does not hold after `seconds`: 60 unless the caller says otherwise.
+    """
     deadline = time.monotonic() + seconds
     while not condition():
         for name, daemon in (daemons or {}).items():
@@ -123,7 +126,9 @@ def inside(pid: int, cgroup: Path | None = None) -> list[str]:
     others = ["--cgroup", "--mount", "--uts", "--ipc", "--net"]
     if not cgroup:
         return [*enter, "--pid", *others]
-    return [*enter, "--pid", "sh", "-c", 'echo 0 >"$0" && exec "$@"', f"{cgroup}/cgroup.procs", *enter, *others]
+    # First into the PID namespace alone, where a shell moves itself, the right PID by now, to the cgroup.
+    to_cgroup = [*enter, "--pid", "sh", "-c", 'echo 0 >"$0" && exec "$@"', f"{cgroup}/cgroup.procs"]
+    return [*to_cgroup, *enter, *others]
 
 
 def check(result: int, what: str) -> None:

@@ -34,7 +34,7 @@ from benchmarks import report
 from benchmarks.measure import keep_memory, machine, positive
 from common import data
 from common.models import ConvNet, TinyGPT
-from lab import Lab, why_not
+from lab import Lab, Wanted, faults, why_not
 from lab.base import LabError
 from studies.adapters import with_adapters
 
@@ -180,9 +180,9 @@ def take_part(models: Sequence[str]) -> None:
 def limit(lab: Lab, rate: str) -> None:
     """Limit the link between the two nodes, or remove the limit; raises LabError for a rate that is none."""
     if rate == NO_LIMIT:
-        lab.heal(lab.nodes[1])
+        faults.heal(lab, lab.nodes[1])
     else:
-        lab.slow(lab.nodes[1], rate)
+        faults.slow(lab, lab.nodes[1], rate)
 
 
 def ask(job: subprocess.Popen, rate: str, number: int) -> list[report.Phase]:
@@ -228,7 +228,7 @@ def measure(args: argparse.Namespace) -> list[report.Phase]:
     phases: list[report.Phase] = []
     with ExitStack() as stack:
         # As root: the user whom a lab makes up may not see this Python, or this folder.
-        lab = stack.enter_context(Lab(nodes=2, cpus=1, name=f"network{os.getpid()}", share=shared, user="root"))
+        lab = stack.enter_context(Lab(Wanted(nodes=2, cpus=1, name=f"network{os.getpid()}", share=shared, user="root")))
         for rate in [*args.rates, NO_LIMIT]:  # refuses a wrong rate before anything is measured
             limit(lab, rate)
         words = ["srun", "--nodes=2", "--ntasks-per-node=1", "--input=0", "--kill-on-bad-exit=1"]

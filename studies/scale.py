@@ -27,7 +27,7 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.measure import machine, positive
 from benchmarks.scale import Cluster, Model, Step, ddp, fsdp, link, local_sgd
-from lab import Lab, why_not
+from lab import Lab, Wanted, faults, why_not
 from lab.base import LabError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -232,7 +232,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
     with ExitStack() as stack:
         # As root: the user whom a lab makes up may not see this Python, or this folder.
         name = f"scale{os.getpid()}"
-        lab = stack.enter_context(Lab(nodes=args.nodes[-1], cpus=1, name=name, share=shared, user="root"))
+        lab = stack.enter_context(Lab(Wanted(nodes=args.nodes[-1], cpus=1, name=name, share=shared, user="root")))
         words = ["srun", f"--nodes={args.nodes[-1]}", "--ntasks-per-node=1", "--input=0", "--kill-on-bad-exit=1"]
         words += [sys.executable, "-m", "studies.scale", "--take-part", "--nodes", *map(str, args.nodes)]
         variables = {"MASTER_ADDR": lab.nodes[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
@@ -242,7 +242,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
         for _ in range(args.rounds):
             for rate in args.rates:
                 for node in lab.nodes:
-                    lab.slow(node, rate)  # refuses a wrong rate
+                    faults.slow(lab, node, rate)  # refuses a wrong rate
                 found += ask(job, rate)
                 write(medians(found, args.nodes), args.output / "scale.csv")
     return medians(found, args.nodes)

@@ -246,8 +246,17 @@ def next_trial(study: optuna.Study, storage: Any, folder: Path, trials: int) -> 
         running = study.get_trials(states=[TrialState.RUNNING])
 
         def free(one: FrozenTrial) -> bool:
-            owner = one.user_attrs.get("task")  # none: its task died before it could write that
-            return not owner or (alive is not None and owner not in alive and before.get(one.number) == owner)
+            """Whether nobody works on a trial.
+
+            1. It has no owner: its task died before it could write that it is. It is free.
+            2. SLURM did not say who lives (`alive` is None): it is not free.
+            3. Its owner lives: it is not free.
+            4. Its owner is not among the living: it is free, unless another has come to own it since SLURM was asked.
+            """
+            owner = one.user_attrs.get("task")
+            if not owner:
+                return True
+            return alive is not None and owner not in alive and before.get(one.number) == owner
 
         ours = [one for one in running if one.user_attrs.get("task") == task] + [one for one in running if free(one)]
         if ours:

@@ -23,7 +23,7 @@ from harness import outputs
 from harness.jobs import hand_over
 from harness.launchers import ROOT
 from harness.processes import read_line, running, wait_until
-from lab import Lab, why_not
+from lab import Lab, Wanted, faults, why_not
 
 FOLDER = ROOT / "preflight"
 ROWS = ["answers", "names", "connections", "cpus", "tasks", "limits", "shared", "port", "gpus", "wheel", "clock"]
@@ -163,15 +163,8 @@ def make(name: str, nodes: int = 2, **settings: Any) -> Iterator[Place]:
     share = [folder, tools, *(path for path in (sys.prefix, sys.base_prefix) if path.startswith("/tmp/"))]
     try:
         # As on a real cluster, where SLURM itself takes minutes to notice a dead node.
-        with Lab(
-            nodes=nodes,
-            cpus=4,
-            gpus=2,
-            name=f"{name}{os.getpid()}",
-            share=share,
-            extra_conf=["SlurmdTimeout=300"],
-            **settings,
-        ) as lab:
+        settings |= {"name": f"{name}{os.getpid()}", "share": share, "conf": ["SlurmdTimeout=300"]}
+        with Lab(Wanted(nodes, cpus=4, gpus=2, **settings)) as lab:
             yield Place(lab, folder, tools)
     finally:
         shutil.rmtree(folder)
@@ -191,7 +184,7 @@ def other_python(place: Place) -> Iterator[Callable[[str], Path]]:
 
     def environment(command: str) -> Path:
         venv = place.environment(python=place.light_python, other=f'exec {command} "$@"')
-        place.lab.bind("node2", venv / "bin/other", venv / "bin/python")
+        faults.bind(place.lab, "node2", venv / "bin/other", venv / "bin/python")
         mounts.append(venv / "bin/python")
         return venv
 
@@ -367,7 +360,7 @@ def test_too_few_files(place: Place) -> None:
 
 @needs_lab
 def test_folder_not_shared(place: Place) -> None:
-    place.lab.hide("node2", place.folder)
+    faults.hide(place.lab, "node2", place.folder)
     try:
         run = place.run(venv=place.light)
     finally:
@@ -435,11 +428,11 @@ def three() -> Iterator[Place]:
 @needs_lab
 def test_slow_node(three: Place) -> None:
     """The link of one of three nodes is slow: it is named, and the others are not."""
-    three.lab.slow("node3", "100mbit")
+    faults.slow(three.lab, "node3", "100mbit")
     try:
         run = three.run("--nodes=3", venv=three.light)
     finally:
-        three.lab.heal("node3")
+        faults.heal(three.lab, "node3")
     result, status, advice = run.rows["network"]
     assert status == "WARN" and "--exclude" in advice and not run.failed, run.log
     assert (speed := re.match(r"node3 has (\d+) MB/s at most, to and from any other; else eth0 \d+ MB/s", result)), (
@@ -452,20 +445,20 @@ def test_slow_node(three: Place) -> None:
 def test_wrong_interface(three: Place) -> None:
     """Host names lead to a slow network beside a fast one: that is named, and chosen the row is well."""
     nodes = ("node1", "node2")
-    first, second = (str(three.lab._pid_of(node)) for node in nodes)
+    first, second = (str(three.lab.pid_of(node)) for node in nodes)
     cable = ["ip", "link", "add", "ib0", "type", "veth", "peer", "name", "ib0", "netns", second]
     subprocess.run(["nsenter", f"--target={first}", "--net", *cable], check=True, timeout=60)
     try:
         for number, node in enumerate(nodes, 1):
             for words in (f"address add 10.211.0.{number}/24 dev ib0", "link set ib0 up"):
                 three.lab.run(["ip", *words.split()], node=node, user="root", check=True)
-            three.lab.slow(node, "50mbit")
+            faults.slow(three.lab, node, "50mbit")
         run = three.run("--nodelist=node[1-2]", venv=three.light)
         chosen = three.run("--nodelist=node[1-2]", venv=three.light, env={"GLOO_SOCKET_IFNAME": "ib0"})
     finally:
         three.lab.run(["ip", "link", "delete", "ib0"], node="node1", user="root")
         for node in nodes:
-            three.lab.heal(node)
+            faults.heal(three.lab, node)
     result, status, advice = run.rows["network"]
     assert status == "WARN" and "export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in advice, run.log
     found = re.fullmatch(r"a job runs over eth0, (\d+) MB/s, while ib0 has (\d+)", result)
@@ -480,12 +473,12 @@ def test_cut_off(place: Place) -> None:
     log, marker = place.folder / f"preflight-{job}.out", place.folder / f".preflight-{job}.0" / "node2"
     try:
         wait_until(marker.exists, 60, "the file of node2")
-        place.lab.cut("node2")
+        faults.cut(place.lab, "node2")
         start = time.monotonic()
         wait_until(lambda: "preflight: FAIL" in log.read_text(), 60, "the table")
         print(f"named after {time.monotonic() - start:.0f} s")
     finally:
-        place.lab.heal("node2")
+        faults.heal(place.lab, "node2")
     run = place.finish(job)
     place.lab.wait_for_node("node2", "idle")
     assert {"answers", "reduce"} <= run.failed and run.status != 0, run.log

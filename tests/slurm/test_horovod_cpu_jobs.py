@@ -10,7 +10,7 @@ from harness import edits, samples
 from harness.jobs import SETTINGS, Job, hand_over, stub, submit, two_processes, wait_for_start
 from harness.launchers import copy_example
 from harness.processes import ASK_SLURM, wait_until
-from lab import Lab
+from lab import Lab, faults
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("horovod_cpu")]
 # Instead of train.py: one task of each node, of which the second comes to the fence 5 s late.
@@ -111,7 +111,7 @@ def test_staged_data_is_removed(example: str, source: Path, lab: Lab, tmp_path: 
     assert staged(lab, job.id) == ["node1", "node2"]
     for node in lab.nodes:
         lab.run(["touch", f"/tmp/data-{job.id}/old"], node=node, check=True)
-    lab.requeue(job.id)
+    faults.requeue(lab, job.id)
     wait_for_start(folder, job.id, starts=2)
     assert staged(lab, job.id) == ["node1", "node2"]
     assert all(lab.run(["ls", f"/tmp/data-{job.id}/old"], node=node).returncode != 0 for node in lab.nodes)
