@@ -101,7 +101,7 @@ def draw_pattern(axis: Axes, pattern: Pattern) -> None:
                 arrow(axis, tasks[0], process)
             box(axis, "training process", *process, f"rank {node * pattern.processes + number}", width=2)
         if pattern.launcher:
-            box(axis, "launcher", *tasks[0], pattern.launcher)
+            box(axis, "launcher", *tasks[0], text=pattern.launcher)
     arrow(axis, script, srun)
     box(axis, "batch script", *script, "run.slurm")
     box(axis, "srun", *srun, "srun")

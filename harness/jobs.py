@@ -32,11 +32,11 @@ def hand_over(folder: Path, lab: Lab | None = None) -> Path:
 
     Before there is a lab, he is the one whom a lab that is started here would have.
     """
-    account = lab.plan.account if lab else find_account(Wanted())
+    owner = lab or find_account(Wanted())
     # The program goes from folder to folder by their handles: the user, who may own some already, cannot put a link in
     # the place of a folder meanwhile, and so get a file of root's.
     subprocess.run(
-        ["chown", "--recursive", "--no-dereference", f"{account.uid}:{account.gid}", folder], check=True, timeout=300
+        ["chown", "--recursive", "--no-dereference", f"{owner.uid}:{owner.gid}", folder], check=True, timeout=300
     )
     for parent in folder.parents:  # pytest makes its folders for itself alone
         if parent.is_relative_to(tempfile.gettempdir()) and not parent.stat().st_mode & 0o001:

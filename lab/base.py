@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SEARCH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # daemons are not on everybody's path
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -17,8 +17,9 @@ START_SECONDS = 60  # for each step of a start, which takes about one second, bu
 
 # Names of jobs, processes and folders may have bytes of any encoding. An odd one of somebody else's is shown with a
 # question mark, and does not end the lab.
-AS_TEXT = {"encoding": "utf-8", "errors": "replace"}
-AS_BYTES = {"encoding": "utf-8", "errors": "surrogateescape"}  # for files that are written again as they were
+AS_TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}
+# For files that are written again as they were.
+AS_BYTES: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}
 
 Daemons = Mapping[str, subprocess.Popen[bytes]]
 

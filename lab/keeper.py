@@ -197,7 +197,7 @@ def keep_node(plan: Plan, node: str) -> None:
 def cover_tmp(plan: Plan) -> None:
     """Give this mount namespace a /tmp of its own, with the folders in it that are shared."""
     # They are held open, for the new /tmp is about to hide them.
-    folders = sorted({*plan.share, str(plan.folder)})
+    folders = sorted({*map(str, plan.share), str(plan.folder)})
     shared = {folder: os.open(folder, os.O_PATH) for folder in folders if folder.startswith("/tmp/")}
     mount("tmpfs", "/tmp", "tmpfs", options="mode=1777")
     for folder, handle in shared.items():

@@ -44,7 +44,7 @@ LOCK_SECONDS = 1800  # making a tree takes some minutes
 CLONE_NEWNS, MNT_DETACH = 0x00020000, 2  # from <sched.h> and <sys/mount.h>
 
 
-def run(suite: str, command: Sequence[str], trees: Path, clone: str = "project", mirror: str = "") -> None:
+def run(suite: str, command: list[str], trees: Path, clone: str = "project", mirror: str = "") -> None:
     """Become a command in the tree of a suite, in the clone of the current repository; raises LabError."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", suite) or not re.fullmatch(r"[\w-]+", clone):
         raise LabError(f"{suite} {clone}: a suite of Debian, and a name for the clone, in letters and digits")

@@ -74,7 +74,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser("preflight.py", description="Check a SLURM cluster: sbatch run.slurm [options]")
     text = "per-node (default): torchrun_multinode, ddp_spawn, deepspeed; per-process: horovod_cpu, lightning"
     parser.add_argument("--pattern", choices=["per-node", "per-process"], default="per-node", help=text)
-    parser.error = fail  # one line, without the usage
+    setattr(parser, "error", fail)  # noqa: B010 (one line, without the usage)
     return parser.parse_args()
 
 
@@ -482,7 +482,7 @@ def find_network(job: Job, roster: dict[int, Any]) -> dict[str, Any]:
 # Torch, in a process of its own: one that is missing, crashes or hangs takes no other answer with it.
 
 
-def try_gpus(job: Job, torch: Any) -> tuple[int, str]:
+def try_gpus(job: Job | SimpleNamespace, torch: Any) -> tuple[int, str]:
     """Return how many GPUs torch can use, and why not more: each GPU that this task would use has to compute."""
     count, problem = torch.cuda.device_count(), ""  # by NVML, so too many where CUDA does not accept the driver
     if not asked_gpus():
@@ -497,7 +497,7 @@ def try_gpus(job: Job, torch: Any) -> tuple[int, str]:
     return count, problem
 
 
-def torch_process(job: Job, pipe: Any, other_end: Any) -> None:
+def torch_process(job: Job | SimpleNamespace, pipe: Any, other_end: Any) -> None:
     """Import torch and say so, wait for the address of a store, all-reduce, and say how fast."""
     other_end.close()  # so that the parent's end is noticed
     facts: dict[str, Any] = {"version": sys.version.split()[0]}

@@ -405,7 +405,7 @@ def judge_network(reports: list[dict], job: Any) -> Row:
         return f"not measured over {used or 'any interface'}; there are {names or 'none'}", "WARN", advice
     usual, best = usual_rate(rates[used]), {name: usual_rate(pairs) for name, pairs in rates.items()}
     result = f"{used} {usual:.0f} MB/s from node to node ({between(usual)})"
-    better = max(best, key=best.get)
+    better = max(best, key=lambda name: best[name])
     if better != used and best[better] > 2 * usual:
         advice = f"export GLOO_SOCKET_IFNAME={better} NCCL_SOCKET_IFNAME={better} (see run.slurm)"
         return f"a job runs over {used}, {usual:.0f} MB/s, while {better} has {best[better]:.0f}", "WARN", advice

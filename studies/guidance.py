@@ -21,9 +21,10 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import get_type_hints
 
 from matplotlib.figure import Figure
 
@@ -125,7 +126,8 @@ def train(setting: Setting) -> Result:
             losses.append(F.cross_entropy(logits, labels.flatten(), reduction="none"))
             correct.append(logits.argmax(-1) == labels.flatten())
     loss, accuracy = torch.cat(losses).mean().item(), torch.cat(correct).double().mean().item()
-    return Result(*astuple(setting), loss if math.isfinite(loss) else math.inf, accuracy)
+    loss = loss if math.isfinite(loss) else math.inf
+    return Result(**asdict(setting), test_loss=loss, test_accuracy=accuracy)
 
 
 def prepare() -> None:
@@ -141,7 +143,8 @@ def read(path: Path) -> dict[Setting, Result]:
     if not path.exists():
         return {}
     with open(path, newline="") as file:
-        rows = [Result(*(field.type(row[field.name]) for field in fields(Result))) for row in csv.DictReader(file)]
+        kinds = get_type_hints(Result).items()
+        rows = [Result(**{name: kind(row[name]) for name, kind in kinds}) for row in csv.DictReader(file)]
     return {row.setting: row for row in rows}
 
 

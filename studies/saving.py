@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 
@@ -92,7 +93,7 @@ def measure(failures: str, mtbf: float, save: float, restart: float, number: int
     intervals = (first, higher, best, higher / 2, higher * 2)
     shares = [float(simulate(interval, save, restart, times)) for interval in intervals]
     formula = lost(higher, save, mtbf, restart)
-    return Row(failures, mtbf, save, restart, first, higher, best, *shares, formula)
+    return Row(failures, mtbf, save, restart, first, higher, best, *shares, formula=formula)
 
 
 def measure_all(number: int, seed: int) -> list[Row]:
@@ -161,7 +162,8 @@ def table_of_simulation(found: Sequence[Row]) -> str:
 def read(path: Path) -> list[Row]:
     """Return the rows of a CSV file."""
     with open(path, newline="") as file:
-        return [Row(*(field.type(row[field.name]) for field in fields(Row))) for row in csv.DictReader(file)]
+        kinds = get_type_hints(Row).items()
+        return [Row(**{name: kind(row[name]) for name, kind in kinds}) for row in csv.DictReader(file)]
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from benchmarks import report
 from benchmarks.measure import machine, positive
@@ -58,7 +59,7 @@ class Row:
 
 def predicted(row: Row) -> Step:
     """Return the step that the model predicts for a row, from what was measured without any exchange of all."""
-    gloo = {"fsdp_overlap": 0, "whole_scatter": 1, "rings": 1}
+    gloo: dict[str, Any] = {"fsdp_overlap": 0, "whole_scatter": 1, "rings": 1}
     cluster = Cluster(1, 1, 1, 0, 1, row.latency, row.bandwidth, 1, 1, row.scatter, **gloo)
     model = Model(WEIGHTS, 1, 1, 0, 4, GROUPS)
     if row.way == "DDP":
@@ -260,7 +261,8 @@ def write(rows: Sequence[Row], path: Path) -> None:
 def read(path: Path) -> list[Row]:
     """Return the rows of a CSV file."""
     with open(path, newline="") as file:
-        return [Row(*(part.type(row[part.name]) for part in fields(Row))) for row in csv.DictReader(file)]
+        kinds = get_type_hints(Row).items()
+        return [Row(**{name: kind(row[name]) for name, kind in kinds}) for row in csv.DictReader(file)]
 
 
 def cells(rows: Sequence[Row]) -> list[dict[str, str]]:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -166,7 +167,7 @@ def worker(layout: str, folder: Path, shape: list[str]) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.manual_seed(0)
     measures = {"ddp": measure_ddp, "deepspeed": measure_deepspeed, "fsdp": measure_fsdp}
-    found = [None] * int(os.environ["WORLD_SIZE"])
+    found: list[Any] = [None] * int(os.environ["WORLD_SIZE"])
     own = measures[layout](folder, shape)
     dist.all_gather_object(found, own)
     if dist.get_rank() == 0:

@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import get_type_hints
 
 from benchmarks import report
 from benchmarks.measure import positive
@@ -143,7 +144,8 @@ def start(way: str, nodes: int, made: Path, folder: Path, figures: tuple[float, 
                 copy.mkdir()
                 stack.callback(shutil.rmtree, copy)
             words = [
-                ["tar", "-xf", target / "venv.tar", "-C", copy] for target, copy in zip(shared, copies, strict=True)
+                ["tar", "-xf", str(target / "venv.tar"), "-C", str(copy)]
+                for target, copy in zip(shared, copies, strict=True)
             ]
             for process in [subprocess.Popen(word) for word in words]:
                 assert process.wait() == 0
@@ -154,7 +156,7 @@ def start(way: str, nodes: int, made: Path, folder: Path, figures: tuple[float, 
                 venv = folder / f"image-{target.name}"
                 venv.mkdir()
                 subprocess.run(["mount", "-o", "loop,ro", target / "venv.squashfs", venv], check=True)
-                stack.callback(subprocess.run, ["umount", venv], check=True)
+                stack.callback(subprocess.run, ["umount", str(venv)], check=True)
             running.append(subprocess.Popen(command(venv)))
         if any(process.wait() for process in running):
             sys.exit("startup.py: error: a process cannot import PyTorch: see above")
@@ -175,7 +177,7 @@ def make(venv: Path, made: Path) -> None:
     for name in ("bare", "venv"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(venv, made / name, symlinks=True, ignore=ignored, copy_function=link_or_copy)
-    words = [sys.executable, "-m", "compileall", "-q", "-j", "2", made / "venv"]
+    words = [sys.executable, "-m", "compileall", "-q", "-j", "2", str(made / "venv")]
     subprocess.run(words, stdout=subprocess.DEVNULL)  # it complains about files that are no Python, as pip does not
     fast = ["-comp", "zstd", "-Xcompression-level", "1", "-quiet", "-no-progress"]
     subprocess.run(["mksquashfs", made / "venv", made / "venv.squashfs", *fast], check=True)
@@ -184,7 +186,7 @@ def make(venv: Path, made: Path) -> None:
 
 def trace(venv: Path, file: Path) -> str:
     """Return what strace says of an import's calls that have to do with files."""
-    words = ["strace", "-f", "-y", "-o", file, "-e", "trace=%file,read,pread64,getdents64,mmap"]
+    words = ["strace", "-f", "-y", "-o", str(file), "-e", "trace=%file,read,pread64,getdents64,mmap"]
     subprocess.run([*words, *command(venv)], check=True)
     return file.read_text(errors="replace")
 
@@ -213,7 +215,8 @@ def write(rows: Sequence[Row], path: Path) -> None:
 def read(path: Path) -> list[Row]:
     """Return the rows of a CSV file."""
     with open(path, newline="") as file:
-        return [Row(*(part.type(row[part.name]) for part in fields(Row))) for row in csv.DictReader(file)]
+        kinds = get_type_hints(Row).items()
+        return [Row(**{name: kind(row[name]) for name, kind in kinds}) for row in csv.DictReader(file)]
 
 
 def cells(rows: Sequence[Row]) -> list[dict[str, str]]:

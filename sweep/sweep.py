@@ -168,7 +168,7 @@ def mend(journal: Path) -> None:
         if not operation(line) and (at := line.rfind(b'{"op_code":')) > 0:  # a line was appended to a half one
             parts = [line[:at], line[at:]]
         for part in parts:
-            found = operation(part)
+            found: dict[str, Any] | None = operation(part)
             if not found:
                 left_out.append(part)
                 if not re.match(rb'\{"op_code":%d,' % CREATE, part):
@@ -177,7 +177,7 @@ def mend(journal: Path) -> None:
                 found = {"op_code": CREATE, "worker_id": "", "study_id": 0, "datetime_start": now}
             trials += found["op_code"] == CREATE
             lines.append(json.dumps(found, separators=(",", ":")).encode())
-            if found.get("trial_id", -1) >= trials or operation(lines[0])["op_code"] != 0:
+            if found.get("trial_id", -1) >= trials or json.loads(lines[0])["op_code"] != 0:
                 raise SweepError(lost)
     if not lines:
         raise SweepError(lost)

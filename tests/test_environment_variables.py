@@ -74,7 +74,8 @@ def test_interfaces(plumbing: dict[str, Any], monkeypatch: pytest.MonkeyPatch, v
     assert "\n" not in text
 
 
-OTHERS = {  # modules that are imported: their names and files; below OTHER another project's; and what is refused
+# Modules that are imported: their names and files; below OTHER another project's; and what is refused.
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "own": ({"plumbing": "plumbing.py", "common": "common/__init__.py"}, ""),
     "own, linked": ({"common": "linked/__init__.py"}, ""),
     "plumbing of another": ({"plumbing": "OTHER/plumbing.py"}, "plumbing is imported from"),

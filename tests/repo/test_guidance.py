@@ -65,7 +65,10 @@ def test_same_rate_same_run(short: None) -> None:
 
 def test_refused(short: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A best rate at the end of those tried, and a file of something else, are refused with one line."""
-    results = {one: Result(*dataclasses.astuple(one), one.rate, 0.5) for one in guidance.candidates(["digits"])}
+    results = {
+        one: Result(**dataclasses.asdict(one), test_loss=one.rate, test_accuracy=0.5)
+        for one in guidance.candidates(["digits"])
+    }
     with pytest.raises(ValueError, match="at the end of EXPONENTS"):
         guidance.best_rates(results, ["digits"])
     (tmp_path / "guidance.csv").write_text("name,rate\nddp_spawn,1\n")

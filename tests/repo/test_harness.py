@@ -26,6 +26,7 @@ from harness.processes import (
     wait_until,
     with_framework,
 )
+from lab import Lab
 from tests.conftest import PERMITTED_SKIPS
 
 
@@ -262,16 +263,14 @@ def test_odd_name_of_a_process(tmp_path: Path, name: bytes) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who gives files away")
 def test_hand_over(tmp_path: Path) -> None:
     """All in a folder belongs to the lab's user, a link itself and not what it leads to; a lab's own user, if named."""
-
-    class Running:
-        uid, gid = 54321, 54322
-
+    running_lab = Lab()
+    running_lab.uid, running_lab.gid = 54321, 54322
     precious = tmp_path / "precious"
     precious.touch()
     (tmp_path / "folder" / "in").mkdir(parents=True)
     (tmp_path / "folder" / "in" / "link").symlink_to(precious)
     (tmp_path / "folder" / "loop").symlink_to(tmp_path)
-    jobs.hand_over(tmp_path / "folder", Running())
+    jobs.hand_over(tmp_path / "folder", running_lab)
     for path in [tmp_path / "folder", *(tmp_path / "folder").rglob("*")]:
         assert (path.lstat().st_uid, path.lstat().st_gid) == (54321, 54322)
     assert precious.stat().st_uid == tmp_path.stat().st_uid == 0

@@ -16,6 +16,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -230,7 +231,8 @@ def test_tree_of_another_users_repository(tmp_path: Path) -> None:
             os.chown(path, 12345, 12345)
         line = [sys.executable, "-c", UPDATE, str(tmp_path / "trees")]
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
-        options = {"cwd": theirs, "umask": 0o077, "env": variables, "capture_output": True, "text": True}
+        options: dict[str, Any] = {"cwd": theirs, "umask": 0o077, "env": variables}
+        options |= {"capture_output": True, "text": True}
         done = subprocess.run(line, **options, timeout=60)
         assert (done.stdout, done.stderr) == ("0022\n", "")
         assert (made / "project" / "file").read_text() == f"{number}"
@@ -302,7 +304,7 @@ lab down
 
 def test_odd_bytes_of_others(name: str, tmp_path: Path) -> None:
     """A process, a job, a mounted folder or a user whose name is no UTF-8 does not hinder a lab."""
-    line = ["unshare", "--mount", "bash", "-ec", ODD, sys.executable, name, tmp_path]
+    line = ["unshare", "--mount", "bash", "-ec", ODD, sys.executable, name, str(tmp_path)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, timeout=120)
     text = done.stdout.decode(errors="replace")
     assert done.returncode == 0 and b"Traceback" not in done.stderr, text + done.stderr.decode(errors="replace")
@@ -348,7 +350,7 @@ def test_next_way_if_no_step_can_run(name: str, monkeypatch: pytest.MonkeyPatch)
 def test_no_devices(name: str) -> None:
     """Where root may make no device, as in a container, a lab starts without one; with --gpus one line says why not."""
     line = ["setpriv", "--bounding-set=-mknod", "--inh-caps=-mknod", sys.executable, "-m", "lab", "up", "--name", name]
-    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}
+    options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}
     done = subprocess.run([*line, "--nodes", "1"], **options)
     assert done.returncode == 0, done.stderr
     assert command("down", "--name", name).returncode == 0
@@ -404,7 +406,7 @@ def test_command_line(name: str) -> None:
 
 def as_written(command: str, name: str, words: str = "") -> str:
     """Return a README's command for a lab of another name, and with more words for `up`, run by this Python."""
-    command = re.sub(r"^(sudo )?python3? -m lab (\w+)", rf"{sys.executable} -m lab \2 --name {name}", command)
+    command = re.sub(r"^(sudo )?python3? -m lab ([\w-]+)", rf"{sys.executable} -m lab \2 --name {name}", command)
     return command.replace(" up ", f" up {words} ")
 
 

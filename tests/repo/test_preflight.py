@@ -25,6 +25,7 @@ from harness.launchers import ROOT
 from harness.processes import read_line, running, wait_until
 from lab import Lab, Wanted, faults, why_not
 
+PYTHON = sys._base_executable  # type: ignore[attr-defined]  # not documented: the one below any environment
 FOLDER = ROOT / "preflight"
 ROWS = ["answers", "names", "connections", "cpus", "tasks", "limits", "shared", "port", "gpus", "wheel", "clock"]
 ROWS += ["python", "reduce", "sizes", "network"]
@@ -323,7 +324,7 @@ def test_image(place: Place) -> None:
     stand_in = """echo "apptainer $*"
     while [ "$1" != "$IMAGE" ]; do [ "$1" != "${1#--pwd=}" ] && cd "${1#--pwd=}"; shift; done
     shift; exec "$@" """
-    venv = place.environment(apptainer=stand_in, python3=f'exec {sys._base_executable} "$@"')
+    venv = place.environment(apptainer=stand_in, python3=f'exec {PYTHON} "$@"')
     (venv / "example.sif").touch()
     env = {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}", "IMAGE": f"{venv}/nothing/../example.sif"}
     jobs = [place.submit(*options, venv="nowhere", env=env) for options in ((), ("--gpus-per-node=2", "--nodes=1"))]
@@ -372,7 +373,7 @@ def test_folder_not_shared(place: Place) -> None:
 
 @needs_lab
 def test_another_python(place: Place, other_python: Callable[[str], Path]) -> None:
-    run = place.run(venv=other_python(sys._base_executable))
+    run = place.run(venv=other_python(PYTHON))
     assert run.failed >= {"python"} and run.status == 1, run.log
     assert f"node2: Python {sys.version.split()[0]}" in run.rows["python"][0]
     assert "VENV" in run.rows["python"][2]
@@ -556,7 +557,7 @@ def job() -> SimpleNamespace:
 def test_started_otherwise(step: dict[str, str], problem: str) -> None:
     """Outside of a step, or in a step without the secret that run.slurm makes."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")} | step
-    words = [sys.executable, FOLDER / "preflight.py"]
+    words = [sys.executable, str(FOLDER / "preflight.py")]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith(f"preflight.py: error: {problem}") and done.stderr.count("\n") == 1
@@ -704,7 +705,7 @@ def test_gpus(
 
 ENOUGH = {"files": (1024, 524288), "locked": (8 << 20, 8 << 20), "processes": (127000, 127000), "pids": -1}
 FILES, THREADS_ADVICE = "LimitNOFILE of slurmd's service", "LimitNPROC of slurmd's service"
-LIMITS = {  # what differs from that; the status; what the row says
+LIMITS: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # what differs from that; the status; what the row says
     "usual": ({}, "ok", ["524288 open files, 127000 processes and threads, 8 MB of locked memory"]),
     "none": (
         {"files": (-1, -1), "processes": (-1, -1), "locked": (-1, -1)},

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -186,7 +187,7 @@ def test_what_it_sees(example: str, source: Path, lab: Lab, image: Path) -> None
         (place / "link").symlink_to("disk")
         (folder / "data").symlink_to(place / "disk")
         words = ("--data-dir", "data", "--text-file", str(place / "link"))
-        variables = {"IMAGE": str(image), "PYTHONPATH": "/elsewhere/site-packages"}
+        variables: dict[str, Any] = {"IMAGE": str(image), "PYTHONPATH": "/elsewhere/site-packages"}
         job = submit(lab, example, folder, *words, **variables).wait()
         assert "read ['found', 'found']" in job.log and "site False" in job.log, job.log
         assert (folder / "written").exists()

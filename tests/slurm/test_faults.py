@@ -50,7 +50,7 @@ def disk(session_folder: Path) -> Iterator[Path]:
     path.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512m", "tmpfs", path], check=True, timeout=60)
     # It waits for the end of its input, and so of this process, however that ends; Ctrl-C is for this one alone.
-    unmount = ["sh", "-c", 'cat; umount --lazy "$0"', path]
+    unmount = ["sh", "-c", 'cat; umount --lazy "$0"', str(path)]
     with subprocess.Popen(unmount, stdin=subprocess.PIPE, cwd="/", start_new_session=True) as after:
         yield path
     assert after.returncode == 0

@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,7 +87,7 @@ def test_language_model_with_staged_text(example: str, source: Path, lab: Lab, t
     (folder / "data").mkdir()
     (folder / "data" / "book.txt").write_text(TEXT)
     arguments = ["--text-file", "book.txt", "--context", "32", "--epochs", "1"]
-    variables = {"SCRIPT": "train_lm.py", "STAGE": "1", "DATA_DIR": "data"}
+    variables: dict[str, Any] = {"SCRIPT": "train_lm.py", "STAGE": "1", "DATA_DIR": "data"}
     job = submit(lab, example, folder, *arguments, **variables)
     assert_completed(job)
     assert re.search(rf"copied data to \S+/data-{job.id} on 2 nodes in \d+ s", job.log), job.log
