@@ -37,13 +37,6 @@ def down(args: argparse.Namespace) -> None:
     print(f"lab: {'ended' if ended else 'nothing was running'}")
 
 
-def folder(args: argparse.Namespace) -> str:
-    """The folder of `--chdir`, as a whole path; raises LabError if there is none."""
-    if not os.path.isdir(args.chdir):
-        raise LabError(f"--chdir {args.chdir}: no such folder")
-    return os.path.abspath(args.chdir)
-
-
 def given(args: argparse.Namespace) -> list[str]:
     """The command after `--`."""
     return args.command[1:] if args.command[:1] == ["--"] else args.command
@@ -64,7 +57,9 @@ def shell(args: argparse.Namespace) -> None:
 
 def enter(args: argparse.Namespace, words: list[str]) -> None:
     """Become a command inside; raises LabError if it cannot work there."""
-    lab, cwd = Lab.find(args.name), folder(args)
+    lab, cwd = Lab.find(args.name), os.path.abspath(args.chdir)
+    if not os.path.isdir(cwd):
+        raise LabError(f"--chdir {args.chdir}: no such folder")
     if args.user not in ("", "root", lab.user):
         raise LabError(f"--user {args.user}: must be root, or {lab.user}, whom the lab was started for")
     if "root" not in (args.user, lab.user):
@@ -130,9 +125,7 @@ def parse_args() -> argparse.Namespace:
     for name, function in ("run", run), ("shell", shell):
         action = add(name, function)
         action.add_argument("--node", default="head", help="where (default: %(default)s)")
-        action.add_argument(
-            "--user", default="", metavar="NAME", help="root, or by default whom the lab was started for"
-        )
+        action.add_argument("--user", default="", metavar="NAME", help="root; default: whom the lab was started for")
         action.add_argument("--chdir", default=".", metavar="FOLDER", help="default: the current one")
         if name == "run":
             action.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")

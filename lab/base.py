@@ -16,9 +16,8 @@ MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18  # from <sys/mount.h>
 START_SECONDS = 60  # for each step of a start, which takes about one second, but machines may be busy
 
 # Names of jobs, processes and folders may have bytes of any encoding. An odd one of somebody else's is shown with a
-# question mark, and does not end the lab.
+# question mark, and does not end the lab; in a file that is written again it stays as it was.
 AS_TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}
-# For files that are written again as they were.
 AS_BYTES: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}
 
 Daemons = Mapping[str, subprocess.Popen[bytes]]
@@ -85,10 +84,7 @@ def until(
     seconds: float = START_SECONDS,
     pause: float = 0.05,
 ) -> None:
-    """Ask, with a `pause` of seconds between, until a condition holds.
-
-    Raises LabError when a daemon ends, or when it does not hold after `seconds`: 60 unless the caller says otherwise.
-    """
+    """Ask, each `pause` seconds, until a condition holds; raises LabError after `seconds`, or when a daemon ends."""
     deadline = time.monotonic() + seconds
     while not condition():
         for name, daemon in (daemons or {}).items():

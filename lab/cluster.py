@@ -263,9 +263,8 @@ class Lab:
             raise LabError(f"{cwd} is not there inside: start the lab in it, or with --share {cwd}")
         if status != 1:
             raise LabError(f"user {self.user} cannot enter {cwd}: {help}")
-        script = next(
-            (Path(cwd, word) for word in words[1:] if not word.startswith("-") and Path(cwd, word).is_file()), None
-        )
+        files = (Path(cwd, word) for word in words[1:] if not word.startswith("-"))
+        script = next(filter(Path.is_file, files), None)
         text = " ".join(words) + (script.read_text(errors="replace") if script else "")
         # A job's output goes to the folder where it was submitted, unless it says otherwise.
         if words[0] == "sbatch" and not re.search(r"\s(-o|--output|-D|--chdir)[ =]*/", text):

@@ -130,8 +130,7 @@ class Plan(Wanted):
         if os.getcwd() != "/tmp":
             share.append(os.getcwd())
         account = find_account(wanted)
-        decided = {"share": share, "tracking": mode, "user": account.user}
-        return cls(**vars(wanted) | decided, account=account)
+        return cls(**vars(wanted) | {"share": share, "tracking": mode, "user": account.user}, account=account)
 
     @classmethod
     def load(cls, folder: Path) -> "Plan":
@@ -187,21 +186,18 @@ class Plan(Wanted):
 
     def slurm_conf(self) -> str:
         """The text of slurm.conf; a line of `conf` replaces ours with the same key."""
-        settings = (
-            SETTINGS
-            | tracking.settings(self.tracking)
-            | {
-                "ClusterName": self.name,
-                "SlurmctldHost": f"{HEAD}({self.addresses[HEAD]})",
-                "AuthInfo": f"cred_expire=5,socket={self.folder}/munge.socket",
-                "StateSaveLocation": f"{self.folder}/state",
-                "SlurmdSpoolDir": f"{self.folder}/{SPOOL}",
-                "SlurmctldPidFile": f"{self.folder}/state/slurmctld.pid",
-                "SlurmdPidFile": f"{self.folder}/{SPOOL}/slurmd.pid",
-                "SlurmctldLogFile": f"{self.folder}/logs/slurmctld.log",
-                "SlurmdLogFile": f"{self.folder}/logs/%n.log",
-            }
-        )
+        settings = SETTINGS | tracking.settings(self.tracking)
+        settings |= {
+            "ClusterName": self.name,
+            "SlurmctldHost": f"{HEAD}({self.addresses[HEAD]})",
+            "AuthInfo": f"cred_expire=5,socket={self.folder}/munge.socket",
+            "StateSaveLocation": f"{self.folder}/state",
+            "SlurmdSpoolDir": f"{self.folder}/{SPOOL}",
+            "SlurmctldPidFile": f"{self.folder}/state/slurmctld.pid",
+            "SlurmdPidFile": f"{self.folder}/{SPOOL}/slurmd.pid",
+            "SlurmctldLogFile": f"{self.folder}/logs/slurmctld.log",
+            "SlurmdLogFile": f"{self.folder}/logs/%n.log",
+        }
         if self.accounting:
             settings |= accounting.settings(self.folder, self.addresses[HEAD])
         gres = ""

@@ -1,13 +1,9 @@
-"""What can be broken in a lab, and mended; `python -m lab` has a command for most of it.
-
-Functions raise LabError, whose text is one line for the user.
-"""
+"""What can be broken in a lab, and mended, each by a command of `python -m lab`; raises LabError, in one line."""
 
 import os
 import re
 import shutil
 import signal
-from pathlib import Path
 
 from lab.base import SEARCH, LabError, find_process, inside, output, until
 from lab.cluster import Lab
@@ -124,13 +120,3 @@ def change_names(lab: Lab, node: str, pattern: str, text: str) -> None:
     lab.pid_of(node)  # refuses a wrong name
     for file in lab.folder.glob("hosts.*"):  # changed in place, as they are mounted one by one
         file.write_text(re.sub(pattern.format(node), text, file.read_text(), flags=re.MULTILINE))
-
-
-def hide(lab: Lab, node: str, path: str | Path) -> None:
-    """Make a folder empty on one node, as if the node did not share it."""
-    output(["mount", "-t", "tmpfs", "tmpfs", str(path)], inside(lab.pid_of(node)))
-
-
-def bind(lab: Lab, node: str, source: str | Path, target: str | Path) -> None:
-    """Put another file or folder at a path, on one node; both must exist there."""
-    output(["mount", "--bind", str(source), str(target)], inside(lab.pid_of(node)))

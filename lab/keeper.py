@@ -47,10 +47,9 @@ def main() -> None:
 
 
 def held_open(folder: str | Path) -> Path:
-    """Open a folder that the keeper is about to hide by another, and return a path that leads to it all the same.
+    """Hold a folder open that is about to be hidden; return a path to it, for the keeper and what it starts.
 
-    The keeper is process 1 of its namespace. By that number programs that it starts, which inherit no open files, find
-    the folder, too.
+    That path has the keeper's number, since what it starts does not inherit its open files.
     """
     return Path(f"/proc/1/fd/{os.open(folder, os.O_PATH)}")
 

@@ -185,7 +185,8 @@ def other_python(place: Place) -> Iterator[Callable[[str], Path]]:
 
     def environment(command: str) -> Path:
         venv = place.environment(python=place.light_python, other=f'exec {command} "$@"')
-        faults.bind(place.lab, "node2", venv / "bin/other", venv / "bin/python")
+        mount = ["mount", "--bind", str(venv / "bin/other"), str(venv / "bin/python")]
+        place.lab.run(mount, node="node2", user="root", check=True)
         mounts.append(venv / "bin/python")
         return venv
 
@@ -361,7 +362,8 @@ def test_too_few_files(place: Place) -> None:
 
 @needs_lab
 def test_folder_not_shared(place: Place) -> None:
-    faults.hide(place.lab, "node2", place.folder)
+    hide = ["mount", "-t", "tmpfs", "tmpfs", str(place.folder)]
+    place.lab.run(hide, node="node2", cwd="/", user="root", check=True)
     try:
         run = place.run(venv=place.light)
     finally:
