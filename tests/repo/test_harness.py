@@ -285,6 +285,26 @@ def test_address_of_a_browser(tmp_path: Path) -> None:
     assert browser.address(str(tmp_path / "connect-1.txt")) == browser.address(url) == url
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "no address"),
+        (b"the job has not started\n", "no address"),
+        (b"http://127.0.0.1:8888/lab\n", "no address"),  # an address without a token
+        (b"http://127.0.0.1:8888/lab?token=\n", "no address"),
+        (b"token=5ecre7\n", "no address"),
+        (b"\xff\xfe\x00", "cannot read"),
+        (None, "cannot read"),  # no such file
+    ],
+)
+def test_no_address_for_a_browser(tmp_path: Path, content: bytes | None, says: str) -> None:
+    """A file without an address is one line, and not a traceback."""
+    if content is not None:
+        (tmp_path / "connect-1.txt").write_bytes(content)
+    with pytest.raises(SystemExit, match=f"^browser.py: error: .*{says}"):
+        browser.address(str(tmp_path / "connect-1.txt"))
+
+
 BUILDS = {  # of PyTorch, what UV_TORCH_BACKEND asks for: what is said, and whether CI permits it
     ("", ""): ("", True),
     ("+cu126", "cu126"): ("", True),
