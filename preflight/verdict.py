@@ -211,7 +211,7 @@ def judge_port(reports: list[dict], job: Any) -> Row:
 
 
 def judge_gpus(reports: list[dict], job: Any) -> Row:
-    """FAIL where torch, or without it the driver, has fewer GPUs than were asked for; WARN where it has some unasked.
+    """FAIL where torch, or without it the driver, finds fewer GPUs than asked for; WARN where it finds some unasked.
 
     NCCL needs to see the other GPUs of its node, which --gpus-per-task hides. ALLOW_CPU=1 lets the examples train on
     the CPU all the same.
@@ -319,7 +319,7 @@ def judge_wheel(reports: list[dict], job: Any) -> Row:
 
 
 def judge_clocks(reports: list[dict], job: Any) -> Row:
-    """WARN where a clock is surely more than 1 s from task 0's: time stamps in files and logs then mislead."""
+    """WARN where a clock is surely more than 1 s from task 0's, our choice: time stamps of logs have whole seconds."""
     apart = max(abs(report["clock"]["ahead"]) for report in reports)
     clocks = {report["node"]: report["clock"] for report in reports}
     wrong = [f"{node}: {c['ahead']:+.1f} s" for node, c in clocks.items() if abs(c["ahead"]) - c["doubt"] > 1]
@@ -345,7 +345,7 @@ def judge_python(reports: list[dict], job: Any) -> Row:
 def judge_reduce(reports: list[dict], job: Any) -> Row:
     """FAIL where an all-reduce fails; WARN where a task sends fewer MB/s than ETHERNET, more than 1 GbE can carry.
 
-    The two numbers of ETHERNET and of `NETWORKS` leave room between what TCP has of 1 GbE, 118 MB/s, and a faster link.
+    ETHERNET is above the 118 MB/s that TCP can have of 1 GbE (see NETWORKS), and far below what the next network has.
     """
     faults, speeds = [], {}
     for report in reports:
