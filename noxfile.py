@@ -244,10 +244,11 @@ def sync(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and syntax: ruff, ruff format, shellcheck, bash -n, YAML, the hosted workflow."""
+    """Check style, types and syntax: ruff, mypy, shellcheck, bash -n, YAML, the hosted workflow."""
     session.install("-r", "tests/requirements-lint.txt")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("mypy", ".")
     scripts = [".ci/run", *map(str, Path().glob("plumbing/*.sh")), *map(str, Path().glob("*/*.slurm"))]
     scripts += map(str, Path().glob("examples/*/*.sh"))
     scripts += map(str, Path().glob("examples/*/*.slurm"))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from benchmarks import gpu_peers, gpu_steps
 from benchmarks.edits import CannotRun
@@ -236,7 +237,7 @@ def scripts_beside(bench: Bench, figure: Figure) -> list[Step]:
 def script_sizes(bench: Bench, figure: Figure) -> gpu_peers.Sizes:
     """Return the sizes of a figure as the public scripts take them."""
     data, steps = bench.data(figure), bench.steps(figure)
-    sizes = {"device": "cuda" if bench.gpus else "cpu", "processes": bench.processes}
+    sizes: dict[str, Any] = {"device": "cuda" if bench.gpus else "cpu", "processes": bench.processes}
     sizes["every"] = 2 if bench.tiny else 10
     if figure.group == "fsdp":
         names = ("layers", "heads", "width", "vocabulary", "context", "batch")

@@ -88,10 +88,10 @@ class Figure:
 
 GPT, RESNET, LLAMA = "fsdp GPT 124M", "vision ResNet-50", "lora Llama 1B"
 SMALL = ("ddp_spawn", "torchrun_multinode", "lightning", "deepspeed", "accelerate")
-IMAGES = {"group": "vision", "example": "torchrun_vision", "unit": "images/s"}
-TOKENS = {"group": "fsdp", "example": "fsdp", "unit": "tokens/s"}
-ADAPTERS = {"group": "lora", "example": "lora", "unit": "tokens/s"}
-COMPILING = {"limit": 100, "needs": 60}  # it takes a while until the first step
+IMAGES: dict[str, Any] = {"group": "vision", "example": "torchrun_vision", "unit": "images/s"}
+TOKENS: dict[str, Any] = {"group": "fsdp", "example": "fsdp", "unit": "tokens/s"}
+ADAPTERS: dict[str, Any] = {"group": "lora", "example": "lora", "unit": "tokens/s"}
+COMPILING: dict[str, Any] = {"limit": 100, "needs": 60}  # it takes a while until the first step
 FIGURES = (  # in the order of their worth
     # With 32 an H100 is faster than Python can tell it what to do; without --compile 64 would not fit into 80 GB.
     Figure(
@@ -171,7 +171,7 @@ class Bench:
 
     def data(self, figure: Figure, steps: int | None = None) -> dict[str, Any]:
         """Return the names that the words of a figure may use; make what it reads in `steps` steps an epoch."""
-        sizes = self.sizes[figure.group] | {"batch": self.batch(figure)}
+        sizes = {**self.sizes[figure.group], "batch": self.batch(figure)}
         steps = steps or self.steps(figure)
         samples = steps * sizes["batch"] * self.processes
         if figure.group == "fsdp":  # the last tenth is for the test

@@ -61,7 +61,8 @@ def end(mark: str) -> None:
 def run(args: argparse.Namespace, words: list[str]) -> tuple[int, str]:
     """Run a command; return its exit status and what it printed, SIGKILL and nothing if it went above the limit."""
     mark = f"LARGEST_BATCH={os.getpid()}"
-    variables = dict([mark.split("=")], PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    variables = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    variables |= {"LARGEST_BATCH": str(os.getpid())}
     variables |= {"CUDA_VISIBLE_DEVICES": ""} if args.limit else {}
     options = {"cwd": args.folder, "env": os.environ | variables, "text": True, "errors": "replace"}
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options) as process:

@@ -103,7 +103,7 @@ def compare(args: argparse.Namespace) -> None:
     """
     from harness import jobs, outputs, runs
     from harness.launchers import copy_example
-    from lab import Lab, why_not
+    from lab import Lab, Wanted, why_not
 
     in_job = args.command == "job"
     if in_job and (reason := why_not()):
@@ -114,7 +114,7 @@ def compare(args: argparse.Namespace) -> None:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="measure-")))
         if in_job:
             shared = jobs.on_this_machine_only(temporary, Path(sys.prefix))
-            lab = stack.enter_context(Lab(jobs.NODES, jobs.CPUS, name="measure", share=shared))
+            lab = stack.enter_context(Lab(Wanted(jobs.NODES, jobs.CPUS, name="measure", share=shared)))
         for example in dict.fromkeys([FIRST, *args.examples]):
             folder = copy_example(ROOT / "examples" / example, temporary / example)
             if in_job:

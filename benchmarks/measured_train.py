@@ -103,7 +103,7 @@ def write(profiler, python, path):
         entry(event.key, event.cpu_time_total / 1e3, event.self_cpu_time_total / 1e3, event.count)
         for event in sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)[:25]
     ]
-    functions = sorted(pstats.Stats(python).stats.items(), key=lambda item: -item[1][3])[:60]
+    functions = sorted(vars(pstats.Stats(python))["stats"].items(), key=lambda item: -item[1][3])[:60]
     found["python"] = [
         entry(f"{file.rpartition('/')[2]}:{line} {name}", cumulative * 1e3, own * 1e3, count)
         for (file, line, name), (_, count, own, cumulative, _) in functions

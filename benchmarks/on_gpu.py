@@ -37,6 +37,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from benchmarks import gpu_checks, gpu_steps, gpu_table
 from benchmarks.gpu_figures import FIGURES, FULL, TINY, Bench, measure
@@ -178,7 +179,7 @@ def main() -> None:
     results = Results(args.out / "results.json")
     signal.signal(signal.SIGTERM, stop)
     place = args.work or in_memory((1 if args.tiny else 40) << 30)
-    options = {"prefix": "on-gpu-", "ignore_cleanup_errors": True}
+    options: dict[str, Any] = {"prefix": "on-gpu-", "ignore_cleanup_errors": True}
     with tempfile.TemporaryDirectory(dir=place, **options) as work, tempfile.TemporaryDirectory(**options) as programs:
         bench = make_bench(args, Path(work), Path(programs))
         plan = chosen(make_plan(bench), args)

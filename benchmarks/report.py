@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import get_type_hints
 
 from matplotlib.figure import Figure
 
@@ -65,10 +66,7 @@ def read_runs(path: Path) -> list[Run]:
     """Read what `write_csv` has written of runs; raises OSError, KeyError or ValueError if it is something else."""
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
-    kinds = {
-        field.name: (lambda text: tuple(map(float, text.split()))) if field.name == "train_losses" else field.type
-        for field in fields(Run)
-    }
+    kinds = get_type_hints(Run) | {"train_losses": lambda text: tuple(map(float, text.split()))}
     return [Run(**{name: kind(row[name]) for name, kind in kinds.items()}) for row in rows]
 
 
@@ -121,7 +119,7 @@ def runs_figure(runs: Sequence[Run]) -> Figure:
     curves.set(xticks=list(epochs), ylim=(0, None))
     if len(alike) < len(runs):
         curves.legend()
-    columns = {
+    columns: dict[str, Sequence[float]] = {
         "s to the first step\n(less is better)": [run.seconds_to_first_step for run in runs],
         "samples/s\n(more is better)": [run.samples_per_second for run in runs],
         "MB per process\n(less is better)": [run.peak_mb_per_process for run in runs],

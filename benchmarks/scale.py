@@ -20,6 +20,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -516,8 +517,8 @@ def main() -> None:
     parser.add_argument("--measure", type=Path, metavar="FILE", help="measure, under torchrun, and write a JSON file")
     figures = parser.add_argument_group("figures", "of the cluster, in the place of those of --cluster")
     names = [part.name for part in fields(Cluster) if part.name != "steps"]
-    kinds = {"processors": whole, "scatter": number, "latency": number, "latency_inside": number}
-    kinds |= {"fsdp_overlap": int, "whole_scatter": int, "rings": int}
+    kinds: dict[str, Callable[[str], float]] = {"processors": whole, "scatter": number, "latency": number}
+    kinds |= {"latency_inside": number, "fsdp_overlap": int, "whole_scatter": int, "rings": int}
     for name in names:
         figures.add_argument(f"--{name.replace('_', '-')}", type=kinds.get(name, positive))
     args = parser.parse_args()

@@ -20,7 +20,13 @@ def address(given: str) -> str:
     """Return an address as it is given, or the first with a token in the file that is named."""
     if "://" in given:
         return given
-    return re.search(r"https?://\S+[?]token=\S+", Path(given).read_text())[0]
+    try:
+        found = re.search(r"https?://\S+[?]token=\S+", Path(given).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        sys.exit(f"browser.py: error: cannot read {given}: {error}")
+    if not found:
+        sys.exit(f"browser.py: error: {given} has no address with a token: name the job's connect-JOBID.txt")
+    return found[0]
 
 
 def main() -> None:

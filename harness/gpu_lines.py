@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness import gpus, runs
 from harness.launchers import LAUNCHERS, ROOT, copy_example
@@ -74,7 +75,7 @@ class Piece:
         return None not in position and self.start <= (line, column) and (last, end) <= self.end
 
 
-def without_gpu(node: ast.expr) -> object:
+def without_gpu(node: ast.expr) -> Any:
     """Return the value of an expression where there is no GPU, or None if that is not known."""
     text = ast.unparse(node)
     if text in ("torch.cuda.is_available()", "gpu"):
@@ -107,7 +108,7 @@ def without_gpu(node: ast.expr) -> object:
     return None
 
 
-def gpu_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+def gpu_nodes(tree: ast.AST) -> Iterator[Any]:
     """Yield the expressions and statements that are not reached without a GPU, and those that name torch.cuda."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If | ast.IfExp):

@@ -57,7 +57,7 @@ def build(folder: Path) -> Path:
     return built
 
 
-def environment(built: Path, record: Path, devices: int = 2, lines: bool = False) -> dict[str, str]:
+def environment(built: Path, record: Path, devices: int = 2, lines: bool = False) -> dict[str, Any]:
     """Return the variables with which a process finds so many GPUs, and leaves what it has done in `record`."""
     record.mkdir(exist_ok=True)
     variables = {"PYTHONPATH": str(built), "FAKE_CUDA_DEVICES": str(devices), "FAKE_CUDA_RECORD": str(record)}

@@ -12,8 +12,8 @@ from pathlib import Path
 from harness import edits, outputs
 from harness.launchers import EPOCH, LAUNCHERS, copy_example
 from harness.processes import ASK_SLURM, find_processes, seldom, wait_until, with_framework, workers
-from lab import Lab
-from lab.config import Plan
+from lab import Lab, Wanted, faults
+from lab.config import find_account
 
 # The nodes claim more CPUs than the machine has: what waits by spinning, OpenMP or MPI, would slow the others down.
 SETTINGS = {"VENV": sys.prefix, "OMP_WAIT_POLICY": "passive", "OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -32,11 +32,12 @@ def hand_over(folder: Path, lab: Lab | None = None) -> Path:
 
     Before there is a lab, he is the one whom a lab that is started here would have.
     """
-    account = Plan().account()
-    uid, gid = (lab.uid, lab.gid) if lab else (account["uid"], account["gid"])
+    owner = lab or find_account(Wanted())
     # The program goes from folder to folder by their handles: the user, who may own some already, cannot put a link in
     # the place of a folder meanwhile, and so get a file of root's.
-    subprocess.run(["chown", "--recursive", "--no-dereference", f"{uid}:{gid}", folder], check=True, timeout=300)
+    subprocess.run(
+        ["chown", "--recursive", "--no-dereference", f"{owner.uid}:{owner.gid}", folder], check=True, timeout=300
+    )
     for parent in folder.parents:  # pytest makes its folders for itself alone
         if parent.is_relative_to(tempfile.gettempdir()) and not parent.stat().st_mode & 0o001:
             parent.chmod(parent.stat().st_mode | 0o011)
@@ -229,10 +230,10 @@ def stop_twice(lab: Lab, source: Path, folder: Path, options: tuple[str, ...], *
     sleep = "2 * (os.environ.get('SLURM_RESTART_COUNT', '0') in '01')"
     job = submit(lab, source.name, slowed(source, folder, sleep), options=options, **variables)
     job.wait_for_epoch(1)
-    lab.timelimit(job.id)
+    faults.timelimit(lab, job.id)
     job.wait_for_line("continuing after epoch")
     job.wait_for_epoch(len(outputs.read_metrics(job.output)) + 1)
-    lab.requeue(job.id)
+    faults.requeue(lab, job.id)
     job.wait()
     assert job.shown["JobState"] == "COMPLETED" and job.shown["Restarts"] == "2", f"{job.shown}\n{job.log}"
     assert_no_step_lost(job, stops=2)
@@ -302,7 +303,7 @@ def array_of_three(lab: Lab, folder: Path, **variables: str) -> None:
     finished, other = (asked + 1) % 3, (asked + 2) % 3
     (folder / "output" / tasks[finished] / "finish").touch()
     lab.wait_for_job(tasks[finished])
-    lab.timelimit(tasks[asked])
+    faults.timelimit(lab, tasks[asked])
     wait_until(lambda: lab.job(tasks[asked])["Restarts"] == "1", 300, "the requeue of one task", ASK_SLURM)
     wait_for_start(folder, ids[asked], starts=2)
     shown = [lab.job(task) for task in tasks]

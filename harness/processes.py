@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ASK_SLURM = 1.0  # seconds between two questions to SLURM: several tests wait at a time, on few cores
+Words = Sequence[str | os.PathLike[str]]  # of a command
 FOREIGN = re.compile(
     r"SLURM|OMPI_|PMI|HOROVOD_|MASTER_|TORCHELASTIC|PET_"  # a job, or another launcher
     r"|(RANK|WORLD_SIZE|LOCAL_RANK|OMP_NUM_THREADS|GLOO_SOCKET_IFNAME|PYTHONDONTWRITEBYTECODE)$"  # a shell
@@ -85,7 +86,7 @@ def end_processes(variable: str) -> None:
     wait_until(none_left, 60, f"the end of all processes with {variable}", pause=0.01)
 
 
-def finish(words: Sequence[object], seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
+def finish(words: Words, seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a command, with its output as text, as subprocess.run does; `options` go to subprocess.Popen.
 
     On a time-out, or another exception, all that it has started in its session is ended, too: subprocess.run would end
@@ -132,7 +133,7 @@ PIPES = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT}  # options of `r
 
 
 @contextlib.contextmanager
-def running(words: Sequence[object], **options: Any) -> Iterator[subprocess.Popen[str]]:
+def running(words: Words, **options: Any) -> Iterator[subprocess.Popen[str]]:
     """Run a command for as long as the block lasts, with a pipe for its stdout; `options` go to subprocess.Popen."""
     options = {"stdout": subprocess.PIPE, "text": True} | options
     with subprocess.Popen(words, **options) as process:
@@ -154,7 +155,7 @@ def read_line(process: subprocess.Popen[str], seconds: float) -> str:
     deadline, line = time.monotonic() + seconds, b""
     while not line.endswith(b"\n"):
         ready, _, _ = select.select([process.stdout], [], [], max(0, deadline - time.monotonic()))
-        assert ready, f"{process.args} printed no line within {seconds} s, only {line}"
+        assert ready, f"{process.args!r} printed no line within {seconds} s, only {line!r}"
         byte = os.read(process.stdout.fileno(), 1)
         if not byte:
             break

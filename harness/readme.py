@@ -52,6 +52,7 @@ def run_block(commands: list[str], folder: Path, **variables: str) -> runs.Run:
     """
     packages = {"PYTHONPATH": sysconfig.get_path("purelib"), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null"}
     log = folder.parent / f"{folder.name}-setup.log"  # what all but the last one print
+    log.touch()
     script = "".join(f"{{ {command}; }} >>{shlex.quote(str(log))} 2>&1\n" for command in commands[:-1]) + commands[-1]
     run = runs.Run(["bash", "-ec", script], folder, packages | variables).wait()
     assert run.status == 0, f"{commands}:\n{log.read_text()}\n{run.stdout}\n{run.stderr}"

@@ -161,4 +161,4 @@ def assert_runs_refused(
     if row.local.startswith(("torchrun", "accelerate")):
         call, variables = MAKE_REPORTS + call, TORCHRUN
     cases = {(call, f"{alone} {words}"): expected for words, expected in texts.items()}
-    assert_calls_refused(folder, cases | calls, **variables)
+    assert_calls_refused(folder, {**cases, **calls}, **variables)

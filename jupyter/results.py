@@ -554,7 +554,7 @@ def _parts(size: int) -> list[list[int]]:
     return [list(range(first, min(first + 256, size))) for first in range(0, size, 256)]
 
 
-def _with_weights(model: object, run: Run, otherwise: str) -> tuple:
+def _with_weights(model: Any, run: Run, otherwise: str) -> tuple:
     """Return a PyTorch model with the weights in model.pt, and their type; raise ResultsError if they do not fit."""
     import torch
 
@@ -568,7 +568,7 @@ def _with_weights(model: object, run: Run, otherwise: str) -> tuple:
     return model, dtype
 
 
-def _compute(model: object, batches: Iterator[object]) -> np.ndarray:
+def _compute(model: Any, batches: Iterator[Any]) -> np.ndarray:
     """Return the logits (N, C) of a PyTorch model, on the GPU if there is one."""
     import torch
 

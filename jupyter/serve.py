@@ -22,6 +22,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import NoReturn
 
 INTERRUPT, STOP = 60, 30  # seconds before the job's end, when cells are interrupted and when the server is stopped
 AUTOSAVE = 10  # seconds between two times that the browser saves an open notebook; JupyterLab's default is 120
@@ -285,7 +286,7 @@ def say(text: str) -> None:
     print(f"{datetime.datetime.now():%H:%M:%S} {text}", flush=True)
 
 
-def fail(reason: str) -> None:
+def fail(reason: str) -> NoReturn:
     """Give up, with one line."""
     sys.exit(f"serve.py: error: {reason}")
 

@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SEARCH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # daemons are not on everybody's path
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -16,9 +16,9 @@ MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18  # from <sys/mount.h>
 START_SECONDS = 60  # for each step of a start, which takes about one second, but machines may be busy
 
 # Names of jobs, processes and folders may have bytes of any encoding. An odd one of somebody else's is shown with a
-# question mark, and does not end the lab.
-AS_TEXT = {"encoding": "utf-8", "errors": "replace"}
-AS_BYTES = {"encoding": "utf-8", "errors": "surrogateescape"}  # for files that are written again as they were
+# question mark, and does not end the lab; in a file that is written again it stays as it was.
+AS_TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}
+AS_BYTES: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}
 
 Daemons = Mapping[str, subprocess.Popen[bytes]]
 
@@ -84,7 +84,7 @@ def until(
     seconds: float = START_SECONDS,
     pause: float = 0.05,
 ) -> None:
-    """Ask, with pauses, until a condition holds; raises LabError when a daemon ends or time is up."""
+    """Ask, each `pause` seconds, until a condition holds; raises LabError after `seconds`, or when a daemon ends."""
     deadline = time.monotonic() + seconds
     while not condition():
         for name, daemon in (daemons or {}).items():
@@ -123,7 +123,9 @@ def inside(pid: int, cgroup: Path | None = None) -> list[str]:
     others = ["--cgroup", "--mount", "--uts", "--ipc", "--net"]
     if not cgroup:
         return [*enter, "--pid", *others]
-    return [*enter, "--pid", "sh", "-c", 'echo 0 >"$0" && exec "$@"', f"{cgroup}/cgroup.procs", *enter, *others]
+    # First into the PID namespace alone, where a shell moves itself, the right PID by now, to the cgroup.
+    to_cgroup = [*enter, "--pid", "sh", "-c", 'echo 0 >"$0" && exec "$@"', f"{cgroup}/cgroup.procs"]
+    return [*to_cgroup, *enter, *others]
 
 
 def check(result: int, what: str) -> None:

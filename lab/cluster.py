@@ -9,40 +9,25 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lab.accounting import check as check_accounting
 from lab.base import AS_TEXT, SEARCH, LabError, find_process, inside, locked, output, until, usual_umask
-from lab.config import HEAD, Plan
+from lab.config import HEAD, Plan, Wanted
 from lab.tracking import choose, leftovers, remove, thaw
 
-PROGRAMS = (
-    *(
-        "munged",
-        "slurmctld",
-        "slurmd",
-        "slurmstepd",
-        "sbatch",
-        "srun",
-        "scontrol",
-        "scancel",
-        "sinfo",
-        "squeue",
-    ),
-    *("ip", "mount", "nsenter", "setpriv", "unshare"),
-)
+DAEMONS = ("munged", "slurmctld", "slurmd", "slurmstepd")
+COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
+PROGRAMS = (*DAEMONS, *COMMANDS, "ip", "mount", "nsenter", "setpriv", "unshare")
 # Labs start and end one after the other: else two could take one folder for a stale one.
 LOCK, LOCK_SECONDS = Path("/run/slurm-lab.lock"), 300
 ANOTHER = "another lab has started or ended"  # what is waited for
 INSTALL = "apt-get install --no-install-recommends slurm-wlm munge iproute2 openmpi-bin libpmix-dev"
 # The states that `scontrol show job` gives to a job that will not run again.
-FINISHED = (
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE"),
-    *("FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"),
-)
+FAILED = ("BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+FINISHED = ("COMPLETED", *FAILED)
 
 
 def why_not() -> str | None:
@@ -72,56 +57,29 @@ def why_no_namespaces() -> str | None:
 class Lab:
     """One lab. As a context manager it is up inside the block, and vanishes with this process in any case.
 
-    `cpus` and `gpus` are per node. `share` names folders in /tmp that all nodes see; the current folder is
-    always one. `extra_conf` holds lines for slurm.conf; a line replaces the lab's own with the same key.
-    `tracking` is one of those in tracking.MODES: whom signals reach; by default the best that works here.
-    `user` runs all commands and jobs: by default the owner of the current folder, or if that is root, one made up
-    inside the lab. He and root have empty home folders, which end with the lab; with `real_home` their own.
-    `domain` follows the names of hosts, which are node1.cluster.example then.
-    `accounting` makes `sacct` work, with slurmdbd and MariaDB; it takes some seconds more to start.
-    `hosts` changes what names resolve to in one place: {"node1": {"node1": "127.0.1.1"}}.
     Methods raise LabError, whose text is one line for the user. Times are in seconds.
     """
 
-    def __init__(
-        self,
-        nodes: int = 2,
-        cpus: int = 4,
-        gpus: int = 0,
-        name: str = "lab",
-        share: Iterable[str | Path] = (),
-        extra_conf: Iterable[str] = (),
-        hosts: Mapping[str, Mapping[str, str]] | None = None,
-        tracking: str = "",
-        user: str = "",
-        domain: str = "",
-        accounting: bool = False,
-        real_home: bool = False,
-    ) -> None:
-        folders = [name for path in share for name in (os.path.abspath(path), os.path.realpath(path))]
-        if os.getcwd() != "/tmp":
-            folders.append(os.getcwd())
-        overrides = {place: dict(names) for place, names in (hosts or {}).items()}
-        plan = Plan(name, nodes, cpus, gpus, folders, list(extra_conf), overrides, tracking, user)
-        # `up` decides what this leaves open
-        self._asked = replace(plan, domain=domain, accounting=accounting, real_home=real_home)
-        self._use(self._asked)
+    def __init__(self, wanted: Wanted | None = None) -> None:
+        self._wanted = wanted or Wanted()
+        self.folder = self._wanted.folder  # settings, logs and state
+        self.nodes = self._wanted.node_names
+        self.addresses = self._wanted.addresses  # of the nodes and of the head
 
     def _use(self, plan: Plan) -> None:
-        self._plan = plan
-        self.folder = plan.folder  # settings, logs and state
-        self.nodes = plan.node_names
-        self.addresses = plan.addresses  # of the nodes and of the head
-        # Once the lab is up:
+        """Know what has been decided for a lab that is up, or is about to be."""
+        self.plan = plan
         self.tracking = plan.tracking  # one of tracking.MODES
-        self.user, self.uid, self.gid, self.home = plan.user, plan.uid, plan.gid, plan.home
+        self.user, self.uid, self.gid, self.home, *_ = plan.account
 
     @classmethod
     def find(cls, name: str = "lab") -> "Lab":
         """The running lab of that name; raises LabError if there is none."""
-        lab = cls(name=name)
-        lab._pid_of(HEAD)
-        lab._use(Plan.load(lab.folder))
+        named = cls(Wanted(name=name))
+        named.pid_of(HEAD)
+        plan = Plan.load(named.folder)
+        lab = cls(plan)
+        lab._use(plan)
         return lab
 
     def __enter__(self) -> "Lab":
@@ -142,15 +100,15 @@ class Lab:
         reason = why_not()
         if reason:
             raise LabError(reason)
-        if self._plan.accounting:
+        if self._wanted.accounting:
             check_accounting()
         with locked(LOCK, ANOTHER, LOCK_SECONDS):
             if self._running():
-                raise LabError(f"a lab named {self._plan.name} is running; end it first: python -m lab down")
-            modes, account = choose(self._asked.tracking), self._asked.account()
+                raise LabError(f"a lab named {self._wanted.name} is running; end it first: python -m lab down")
+            modes = choose(self._wanted.tracking)
             for mode in modes:
                 self.down()  # what is left of one whose keeper was killed, or of the last attempt
-                self._use(replace(self._asked, tracking=mode, **account))
+                self._use(Plan.make(self._wanted, mode))
                 try:
                     self._start(detached)
                     break
@@ -168,7 +126,7 @@ class Lab:
         with usual_umask():
             self.folder.mkdir()
             self.folder.chmod(0o711)  # munged wants every user to reach its socket
-            self._plan.write()
+            self.plan.write()
             self._start_keeper()
             if detached:
                 # From here on it stays, and a Ctrl-C must not say otherwise
@@ -263,15 +221,15 @@ class Lab:
         but without TMPDIR, which names a folder that nodes do not have, and what another SLURM may have set.
         """
         # If nsenter is killed, for example after a time-out, the command must not run on.
-        start = [*inside(self._pid_of(node)), "setpriv", "--pdeathsig", "TERM"]
+        start = [*inside(self.pid_of(node)), "setpriv", "--pdeathsig", "TERM"]
         variables = {"SLURM_CONF": str(self.folder / "slurm.conf")}
         if "root" in (user, self.user):
-            variables |= {"HOME": self._plan.root_home, "USER": "root", "LOGNAME": "root"}
+            variables |= {"HOME": self.plan.account.root_home, "USER": "root", "LOGNAME": "root"}
             variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         else:
             start += [f"--reuid={self.uid}", f"--regid={self.gid}", "--init-groups"]
             variables |= {"HOME": self.home, "USER": self.user, "LOGNAME": self.user}
-        if self._plan.gpus:  # stand-ins: on a cluster the examples would refuse to train on CPU here
+        if self._wanted.gpus:  # stand-ins: on a cluster the examples would refuse to train on CPU here
             variables["ALLOW_CPU"] = "1"
         variables |= env or {}
         foreign = [f"--unset={name}" for name in os.environ if name == "TMPDIR" or name.startswith(("SLURM_", "XDG_"))]
@@ -305,34 +263,33 @@ class Lab:
             raise LabError(f"{cwd} is not there inside: start the lab in it, or with --share {cwd}")
         if status != 1:
             raise LabError(f"user {self.user} cannot enter {cwd}: {help}")
-        script = next(
-            (Path(cwd, word) for word in words[1:] if not word.startswith("-") and Path(cwd, word).is_file()), None
-        )
+        files = (Path(cwd, word) for word in words[1:] if not word.startswith("-"))
+        script = next(filter(Path.is_file, files), None)
         text = " ".join(words) + (script.read_text(errors="replace") if script else "")
         # A job's output goes to the folder where it was submitted, unless it says otherwise.
         if words[0] == "sbatch" and not re.search(r"\s(-o|--output|-D|--chdir)[ =]*/", text):
             raise LabError(f"user {self.user} cannot write to {cwd}, where the job's output goes: {help}")
 
-    def _slurm(self, *words: str) -> str:
+    def slurm(self, *words: str) -> str:
         """The output of a SLURM command; raises LabError if it fails."""
         return output(words, self.command([], cwd="/", user="root"))
 
     def states(self) -> dict[str, str]:
         """What SLURM says about each node: idle, allocated, down* (the star: it does not answer), ..."""
-        lines = self._slurm("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
+        lines = self.slurm("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
         return dict(line.split() for line in lines)
 
     def wait_for_node(self, node: str, *states: str, seconds: float = 60) -> None:
-        """Wait until SLURM gives one of these states to a node."""
+        """Wait, at most so many seconds, until SLURM gives one of these states to a node; raises LabError."""
         self._wait(lambda: self.states()[node], f"{node} is", states, seconds)
 
     def job(self, job: int | str) -> dict[str, str]:
         """What `scontrol show job` says: JobState, ExitCode, Restarts, NodeList, StdOut, ..."""
-        text = self._slurm("scontrol", "--oneliner", "show", "job", str(job))
+        text = self.slurm("scontrol", "--oneliner", "show", "job", str(job))
         return dict(re.findall(r"([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", text.splitlines()[0]))
 
     def wait_for_job(self, job: int | str, *states: str, seconds: float = 120) -> dict[str, str]:
-        """Wait until a job is in one of these states, by default at an end; returns what `job` does."""
+        """Wait, at most so many seconds, for one of these states of a job, by default its end; returns `job(job)`."""
         self._wait(lambda: self.job(job)["JobState"], f"job {job} is", states or FINISHED, seconds)
         return self.job(job)
 
@@ -343,7 +300,7 @@ class Lab:
     def processes(self, node: str | None = None) -> dict[int, str]:
         """Command lines of all processes of the lab, of one node, or of the head, by this machine's PIDs."""
         places = [node] if node else [HEAD, *self.nodes]
-        spaces = {os.readlink(f"/proc/{self._pid_of(place)}/ns/pid") for place in places}
+        spaces = {os.readlink(f"/proc/{self.pid_of(place)}/ns/pid") for place in places}
         found = {}
         for pid in pids():
             with contextlib.suppress(OSError):  # it may have ended
@@ -351,11 +308,11 @@ class Lab:
                     found[pid] = Path(f"/proc/{pid}/cmdline").read_text(**AS_TEXT).replace("\0", " ").strip()
         return found
 
-    def _pid_of(self, place: str) -> int:
+    def pid_of(self, place: str) -> int:
         """The PID 1 of the head or of a node, as this machine numbers it; raises LabError."""
         top = self._running()
         if not top:
-            raise LabError(f"no lab named {self._plan.name} is running; start one: python -m lab up")
+            raise LabError(f"no lab named {self._wanted.name} is running; start one: python -m lab up")
         if place == HEAD:
             return top
         for pid in pids():
@@ -363,103 +320,6 @@ class Lab:
             if process and (process.name, process.parent) == (f"lab-{place}", top):
                 return pid
         raise LabError(f"no such node: {place}; there are {' '.join(self.nodes)}")
-
-    # Faults.
-
-    def cut(self, node: str) -> None:
-        """Take a node off the network, as if its cable was pulled."""
-        self._link(node, "down")
-
-    def slow(self, node: str, rate: str) -> None:
-        """Limit a node's link, in both directions, to a rate: a whole number and kbit, mbit or gbit, as in 100mbit.
-
-        That is a rate in bits a second, of what goes over the cable: TCP gets 95 % of it. It adds no delay.
-        """
-        found = re.fullmatch(r"([0-9]{1,9})(kbit|mbit|gbit)", rate)
-        bits = int(found[1]) * {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}[found[2]] if found else 0
-        if not 1000 <= bits <= 10**12:
-            raise LabError(f"slow: {rate}: must be a rate such as 100mbit, from 1kbit to 1000gbit")
-        # What may be sent at once after a pause: too much, and a small message is not limited at all; too little, and
-        # a busy machine does not reach the rate. A millisecond's worth did (measured from 10 Mbit/s to 5 Gbit/s).
-        burst = max(16_000, bits // 8 // 1000)
-        self._queue(node, "tbf", "rate", rate, "burst", str(burst), "latency", "50ms")
-
-    def rate(self, node: str) -> str:
-        """The rate to which `slow` has limited a node's link, as tc writes it, such as 100Mbit; or nothing."""
-        self._pid_of(node)  # refuses a wrong name
-        tc = shutil.which("tc", path=SEARCH)
-        shown = output([tc, "qdisc", "show", "dev", node], inside(self._pid_of(HEAD))) if tc else ""
-        found = re.search(r"^qdisc tbf .* rate (\S+)", shown)
-        return found[1] if found else ""
-
-    def _queue(self, node: str, *words: str) -> None:
-        """Have both ends of a node's cable send through another queue of the kernel's."""
-        ends = {node: self._pid_of(HEAD), "eth0": self._pid_of(node)}
-        tc = shutil.which("tc", path=SEARCH)
-        if not tc:
-            raise LabError("missing program: tc (apt-get install --no-install-recommends iproute2)")
-        for device, pid in ends.items():
-            output([tc, "qdisc", "replace", "dev", device, "root", *words], inside(pid))
-
-    def heal(self, node: str) -> None:
-        """Put a node back on the network, and remove the limit that `slow` has set."""
-        self._link(node, "up")
-        if self.rate(node):
-            self._queue(node, "noqueue")
-        for pid in self._slurmd(node):  # this makes it register; SLURM itself asks only every two minutes
-            os.kill(pid, signal.SIGHUP)
-
-    def _link(self, node: str, state: str) -> None:
-        self._pid_of(node)  # refuses a wrong name
-        output(["ip", "link", "set", node, state], inside(self._pid_of(HEAD)))
-
-    def stop(self, node: str) -> None:
-        """End a node's slurmd. Jobs on it run on, but SLURM cannot reach the node."""
-        for pid in self._slurmd(node):
-            os.kill(pid, signal.SIGTERM)
-        until(lambda: not self._slurmd(node), f"slurmd of {node} has ended")
-
-    def start(self, node: str) -> None:
-        """Start a node's slurmd again."""
-        if self._slurmd(node):
-            raise LabError(f"slurmd of {node} is running")
-        cgroup = next((lab / node for lab in leftovers(self.folder.name)), None)
-        variables = [f"SLURM_CONF={self.folder}/slurm.conf", f"PATH={SEARCH}"]
-        output(self._plan.slurmd(node), [*inside(self._pid_of(node), cgroup), "env", "--chdir=/", *variables])
-        until(lambda: bool(self._slurmd(node)), f"slurmd of {node} runs")
-
-    def _slurmd(self, node: str) -> list[int]:
-        found = {pid: find_process(pid) for pid in self.processes(node)}
-        return [pid for pid, process in found.items() if process and process.name == "slurmd"]
-
-    def requeue(self, job: int | str) -> None:
-        """Stop a job and put it back into the queue, as preemption does; it keeps its number."""
-        self._slurm("scontrol", "requeue", str(job))
-
-    def timelimit(self, job: int | str, name: str = "USR1") -> None:
-        """Send what a job with `--signal=B:USR1@...` gets near its time limit, to its batch shell."""
-        self._slurm("scancel", f"--signal={name}", "--batch", str(job))
-
-    def unresolve(self, node: str) -> None:
-        """Let the name of a node, or of the head, resolve to nothing, everywhere. SLURM itself uses addresses."""
-        self._names(node, r"^(?!#)(?=.*\b{}$)", "#")
-
-    def resolve(self, node: str) -> None:
-        """Let it resolve again."""
-        self._names(node, r"^#(?=.*\b{}$)", "")
-
-    def _names(self, node: str, pattern: str, text: str) -> None:
-        self._pid_of(node)  # refuses a wrong name
-        for file in self.folder.glob("hosts.*"):  # changed in place, as they are mounted one by one
-            file.write_text(re.sub(pattern.format(node), text, file.read_text(), flags=re.MULTILINE))
-
-    def hide(self, node: str, path: str | Path) -> None:
-        """Make a folder empty on one node, as if the node did not share it."""
-        output(["mount", "-t", "tmpfs", "tmpfs", str(path)], inside(self._pid_of(node)))
-
-    def bind(self, node: str, source: str | Path, target: str | Path) -> None:
-        """Put another file or folder at a path, on one node; both must exist there."""
-        output(["mount", "--bind", str(source), str(target)], inside(self._pid_of(node)))
 
 
 def pids() -> list[int]:

@@ -6,8 +6,10 @@ import json
 import os
 import pwd
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from lab import accounting, tracking
 from lab.base import AS_BYTES, LabError
@@ -17,29 +19,47 @@ STUDENT = "lab-student"  # the name of a user that is made up inside the lab: no
 UIDS = range(61184, 65520)  # where a made-up user's number is looked for: systemd keeps these for users who come and go
 NETWORK = "10.210.0"  # inside the lab's own network namespace, so every lab may use the same one
 SPOOL = "spool"  # in the lab's folder; every node mounts a private file system on it
+USER = "the owner of the current folder, or one made up if that is root"
+HOME = "work in their real home folders (default: in empty ones, which end with the lab)"
+
+
+def option(default: Any, text: str, **how: Any) -> Any:
+    """A field of `Wanted`, with the words that make argparse's option of it."""
+    shown = f"{text} (default: {default})" if default else text
+    return field(default=default, metadata={"help": shown, **how})
+
+
+class Account(NamedTuple):
+    """Who runs commands and jobs in a lab."""
+
+    user: str
+    uid: int
+    gid: int
+    home: str
+    root_home: str
+    made_up: bool  # whether the user exists inside the lab only
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The settings of one lab; `write` turns them into files, `load` reads them back."""
+class Wanted:
+    """What is wanted of a lab: the parameters of `Lab`, and the options of `python -m lab up`.
 
+    The current folder is always shared, besides `share`. A line of `conf` replaces the lab's own with the same key.
+    """
+
+    nodes: int = option(2, "how many nodes", type=int)
+    cpus: int = option(4, "per node", type=int)
+    gpus: int = option(0, "stand-ins per node", type=int)
     name: str = "lab"
-    nodes: int = 2
-    cpus: int = 4
-    gpus: int = 0
-    share: list[str] = field(default_factory=list)
-    extra_conf: list[str] = field(default_factory=list)
-    hosts: dict[str, dict[str, str]] = field(default_factory=dict)
-    tracking: str = "linuxproc"
-    user: str = ""
-    uid: int = 0
-    gid: int = 0
-    home: str = ""
-    root_home: str = ""
-    made_up: bool = False  # whether the user exists inside the lab only
-    real_home: bool = False
-    domain: str = ""
-    accounting: bool = False
+    share: Sequence[str | Path] = option((), "a folder in /tmp for all nodes", metavar="PATH", action="append")
+    conf: Sequence[str] = option((), "a line for slurm.conf", metavar="KEY=VALUE", action="append")
+    tracking: str = option("", f"whom signals reach: {' '.join(tracking.MODES)}", metavar="MODE")
+    user: str = option("", f"who runs commands and jobs (default: {USER})", metavar="NAME")
+    real_home: bool = option(False, f"let that user, and root, {HOME}", action="store_true")
+    domain: str = option("", "of host names (for example: cluster.example)", metavar="NAME")
+    accounting: bool = option(False, "with slurmdbd and MariaDB, so that sacct works", action="store_true")
+    # What names resolve to in one place, such as {"node1": {"node1": "127.0.1.1"}}.
+    hosts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse what cannot work; raises LabError."""
@@ -50,7 +70,7 @@ class Plan:
             if not isinstance(value, int) or not low <= value <= high:
                 raise LabError(f"--{what} {value}: must be a number from {low} to {high}")
         for path in self.share:
-            if path == "/tmp" or not os.path.isdir(path):
+            if os.path.abspath(path) == "/tmp" or not os.path.isdir(path):
                 raise LabError(f"--share {path}: must be a folder, and not /tmp itself: every node has its own")
         if not re.fullmatch(r"([a-z0-9][a-z0-9-]*(\.[a-z0-9][a-z0-9-]*)*)?", self.domain):
             raise LabError(f"--domain {self.domain}: must look like cluster.example")
@@ -65,6 +85,7 @@ class Plan:
 
     @property
     def node_names(self) -> list[str]:
+        """node1, node2, ..."""
         return [f"node{number}" for number in range(1, self.nodes + 1)]
 
     @property
@@ -73,39 +94,53 @@ class Plan:
         nodes = {node: f"{NETWORK}.{number}" for number, node in enumerate(self.node_names, start=1)}
         return {**nodes, HEAD: f"{NETWORK}.254"}
 
-    def hostname(self, place: str) -> str:
-        """What `hostname` prints there."""
-        return f"{place}.{self.domain}" if self.domain else place
 
-    def account(self) -> dict[str, str | int | bool]:
-        """Fields for who runs the jobs: the user asked for, else the current folder's owner, else one made up.
+def find_account(wanted: Wanted) -> Account:
+    """Who runs the jobs: the user asked for, else the current folder's owner, else one made up.
 
-        An owner who has no name on this machine gets one inside the lab. The user and root get empty home folders in
-        the lab's folder, so that nothing in the lab changes what is in their own, unless these are asked for.
-        """
-        owner = 0 if self.user else os.stat(".").st_uid
-        home, root_home, made_up = str(self.folder / "home"), str(self.folder / "root"), False
-        try:
-            entry = pwd.getpwuid(owner) if owner else pwd.getpwnam(self.user or STUDENT)
-        except KeyError:
-            if self.user not in ("", STUDENT):
-                raise LabError(f"--user {self.user}: this machine has no such user") from None
-            uid = owner or next(filter(nobodys, UIDS))
-            entry, made_up = pwd.struct_passwd((STUDENT, "x", uid, uid, "", home, "/bin/sh")), True
-        if self.real_home:
-            home, root_home = entry.pw_dir, pwd.getpwnam("root").pw_dir
-        return {
-            "user": entry.pw_name,
-            "uid": entry.pw_uid,
-            "gid": entry.pw_gid,
-            "home": home if entry.pw_uid else root_home,
-            "root_home": root_home,
-            "made_up": made_up,
-        }
+    An owner who has no name on this machine gets one inside the lab. The user and root get empty home folders in
+    the lab's folder, so that nothing in the lab changes what is in their own, unless these are asked for.
+    """
+    owner = 0 if wanted.user else os.stat(".").st_uid
+    home, root_home, made_up = str(wanted.folder / "home"), str(wanted.folder / "root"), False
+    try:
+        entry = pwd.getpwuid(owner) if owner else pwd.getpwnam(wanted.user or STUDENT)
+    except KeyError:
+        if wanted.user not in ("", STUDENT):
+            raise LabError(f"--user {wanted.user}: this machine has no such user") from None
+        uid = owner or next(filter(nobodys, UIDS))
+        entry, made_up = pwd.struct_passwd((STUDENT, "x", uid, uid, "", home, "/bin/sh")), True
+    if wanted.real_home:
+        home, root_home = entry.pw_dir, pwd.getpwnam("root").pw_dir
+    if entry.pw_uid == 0:
+        home = root_home
+    return Account(entry.pw_name, entry.pw_uid, entry.pw_gid, home, root_home, made_up)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Wanted):
+    """The settings of one lab, with nothing left open; `write` turns them into files, `load` reads them back."""
+
+    account: Account
+
+    @classmethod
+    def make(cls, wanted: Wanted, mode: str) -> "Plan":
+        """Decide what was left open: who works in the lab, and which folders of /tmp are shared; raises LabError."""
+        share = [name for path in wanted.share for name in (os.path.abspath(path), os.path.realpath(path))]
+        if os.getcwd() != "/tmp":
+            share.append(os.getcwd())
+        account = find_account(wanted)
+        return cls(**vars(wanted) | {"share": share, "tracking": mode, "user": account.user}, account=account)
 
     @classmethod
     def load(cls, folder: Path) -> "Plan":
-        return cls(**json.loads((folder / "lab.json").read_text()))
+        """Read what `write` has written into a lab's folder."""
+        settings = json.loads((folder / "lab.json").read_text())
+        return cls(**settings | {"account": Account(*settings["account"])})
+
+    def hostname(self, place: str) -> str:
+        """What `hostname` prints there."""
+        return f"{place}.{self.domain}" if self.domain else place
 
     def write(self) -> None:
         """Fill the lab's folder, which exists and is empty, with all that its daemons read."""
@@ -123,14 +158,15 @@ class Plan:
         tracking.write(self.tracking, self.folder)
         if self.accounting:
             accounting.write(self.folder, HEAD, self.addresses[HEAD])
+        who = self.account
         passwd = Path("/etc/passwd").read_text(**AS_BYTES)
-        for name, uid, gid, home in {(self.user, self.uid, self.gid, self.home), ("root", 0, 0, self.root_home)}:
+        for name, uid, gid, home in {(who.user, who.uid, who.gid, who.home), ("root", 0, 0, who.root_home)}:
             if Path(home).is_relative_to(self.folder):
                 passwd = f"{name}:x:{uid}:{gid}::{home}:{shell(name)}\n{passwd}"  # of several entries the first counts
                 Path(home).mkdir(mode=0o700, exist_ok=True)
                 os.chown(home, uid, gid)
         (self.folder / "passwd").write_text(passwd, **AS_BYTES)
-        group = f"{self.user}:x:{self.gid}:\n" if self.made_up else ""
+        group = f"{who.user}:x:{who.gid}:\n" if who.made_up else ""
         (self.folder / "group").write_text(group + Path("/etc/group").read_text(**AS_BYTES), **AS_BYTES)
 
     def slurmd(self, node: str) -> list[str]:
@@ -149,22 +185,19 @@ class Plan:
         return f"AutoDetect=off\nName=gpu File={self.folder}/gpu{devices}\n" if self.gpus else ""
 
     def slurm_conf(self) -> str:
-        """The text of slurm.conf; a line of `extra_conf` replaces ours with the same key."""
-        settings = (
-            SETTINGS
-            | tracking.settings(self.tracking)
-            | {
-                "ClusterName": self.name,
-                "SlurmctldHost": f"{HEAD}({self.addresses[HEAD]})",
-                "AuthInfo": f"cred_expire=5,socket={self.folder}/munge.socket",
-                "StateSaveLocation": f"{self.folder}/state",
-                "SlurmdSpoolDir": f"{self.folder}/{SPOOL}",
-                "SlurmctldPidFile": f"{self.folder}/state/slurmctld.pid",
-                "SlurmdPidFile": f"{self.folder}/{SPOOL}/slurmd.pid",
-                "SlurmctldLogFile": f"{self.folder}/logs/slurmctld.log",
-                "SlurmdLogFile": f"{self.folder}/logs/%n.log",
-            }
-        )
+        """The text of slurm.conf; a line of `conf` replaces ours with the same key."""
+        settings = SETTINGS | tracking.settings(self.tracking)
+        settings |= {
+            "ClusterName": self.name,
+            "SlurmctldHost": f"{HEAD}({self.addresses[HEAD]})",
+            "AuthInfo": f"cred_expire=5,socket={self.folder}/munge.socket",
+            "StateSaveLocation": f"{self.folder}/state",
+            "SlurmdSpoolDir": f"{self.folder}/{SPOOL}",
+            "SlurmctldPidFile": f"{self.folder}/state/slurmctld.pid",
+            "SlurmdPidFile": f"{self.folder}/{SPOOL}/slurmd.pid",
+            "SlurmctldLogFile": f"{self.folder}/logs/slurmctld.log",
+            "SlurmdLogFile": f"{self.folder}/logs/%n.log",
+        }
         if self.accounting:
             settings |= accounting.settings(self.folder, self.addresses[HEAD])
         gres = ""
@@ -172,7 +205,7 @@ class Plan:
             settings["GresTypes"] = "gpu"
             gres = f" Gres=gpu:{self.gpus}"
         lines = [f"{key}={value}" for key, value in settings.items()]
-        for extra in self.extra_conf:
+        for extra in self.conf:
             key = extra.partition("=")[0].strip().lower()
             lines = [line for line in lines if line.partition("=")[0].lower() != key]
         lines += [
@@ -181,7 +214,7 @@ class Plan:
             f" RealMemory=1000000{gres} State=UNKNOWN"
             for node in self.node_names
         ]
-        lines += ["PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP", *self.extra_conf]
+        lines += ["PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP", *self.conf]
         return "\n".join(lines) + "\n"
 
 

@@ -33,17 +33,25 @@ MS_RDONLY = 1  # from <sys/mount.h>
 
 
 def main() -> None:
+    """Start the keeper in namespaces of its own, and put down which process it is; arguments: see above."""
     folder, owner = Path(sys.argv[1]), int(sys.argv[2])
     os.chdir("/")
     os.umask(0o022)
     plan = Plan.load(folder)
     hierarchy = tracking.hierarchy(plan.tracking)
-    # Held open, for the keeper's own /sys is about to hide it.
-    cgroups = Path(f"/proc/1/fd/{os.open(hierarchy, os.O_PATH)}", folder.name) if hierarchy else None
-    tmp = Path(f"/proc/self/fd/{os.open('/tmp', os.O_PATH)}")
+    cgroups = held_open(hierarchy) / folder.name if hierarchy else None
+    tmp = held_open("/tmp")
     pid = spawn(lambda: keep(plan, owner, cgroups, tmp))
     process = find_process(pid)
     (folder / "keeper").write_text(f"{pid} {process.start if process else 'ended'}")
+
+
+def held_open(folder: str | Path) -> Path:
+    """Hold a folder open that is about to be hidden; return a path to it, for the keeper and what it starts.
+
+    That path has the keeper's number, since what it starts does not inherit its open files.
+    """
+    return Path(f"/proc/1/fd/{os.open(folder, os.O_PATH)}")
 
 
 def keep(plan: Plan, owner: int, cgroups: Path | None, tmp: Path) -> None:
@@ -125,7 +133,8 @@ def run_step(plan: Plan) -> None:
 
     A slurmd that has started may yet be unable to start a step, for instance where programs in /tmp cannot be executed.
     """
-    user = ["setpriv", f"--reuid={plan.uid}", f"--regid={plan.gid}", "--init-groups"] if plan.uid else []
+    who = plan.account
+    user = ["setpriv", f"--reuid={who.uid}", f"--regid={who.gid}", "--init-groups"] if who.uid else []
     count = [f"--nodes={plan.nodes}", f"--ntasks={plan.nodes}", "--ntasks-per-node=1"]
     try:
         output(["srun", "--quiet", "--job-name=lab", "--partition=lab", *count, "--chdir=/", "true"], user)
@@ -187,7 +196,7 @@ def keep_node(plan: Plan, node: str) -> None:
 def cover_tmp(plan: Plan) -> None:
     """Give this mount namespace a /tmp of its own, with the folders in it that are shared."""
     # They are held open, for the new /tmp is about to hide them.
-    folders = sorted({*plan.share, str(plan.folder)})
+    folders = sorted({*map(str, plan.share), str(plan.folder)})
     shared = {folder: os.open(folder, os.O_PATH) for folder in folders if folder.startswith("/tmp/")}
     mount("tmpfs", "/tmp", "tmpfs", options="mode=1777")
     for folder, handle in shared.items():
@@ -218,7 +227,7 @@ def cover_etc(plan: Plan, place: str) -> None:
 
 def check_home(plan: Plan) -> None:
     """Refuse a machine that would let the lab's user or root work in another home folder than they should."""
-    for user, home in (plan.user, plan.home), ("root", plan.root_home):
+    for user, home in (plan.user, plan.account.home), ("root", plan.account.root_home):
         try:
             found = pwd.getpwnam(user).pw_dir
         except KeyError:

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.base import AS_TEXT, LIBC, MS_BIND, MS_PRIVATE, MS_REC, SEARCH, LabError, check, locked, mount
+from lab.base import AS_TEXT, LIBC, MS_BIND, MS_PRIVATE, MS_REC, SEARCH, LabError, check, locked, mount, output
 from lab.config import STUDENT
 
 SUITES = {
@@ -44,14 +44,14 @@ LOCK_SECONDS = 1800  # making a tree takes some minutes
 CLONE_NEWNS, MNT_DETACH = 0x00020000, 2  # from <sched.h> and <sys/mount.h>
 
 
-def run(suite: str, command: Sequence[str], trees: Path, clone: str = "project", mirror: str = "") -> None:
+def run(suite: str, command: list[str], trees: Path, clone: str = "project", mirror: str = "") -> None:
     """Become a command in the tree of a suite, in the clone of the current repository; raises LabError."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", suite) or not re.fullmatch(r"[\w-]+", clone):
         raise LabError(f"{suite} {clone}: a suite of Debian, and a name for the clone, in letters and digits")
     if not command:
         raise LabError(f"tree: which command? For example: python -m lab tree {suite} -- sinfo --version")
     os.umask(0o022)  # for the clone, and for the command: another user runs jobs in it
-    top = output("the current folder is in no git repository", [*GIT, "rev-parse", "--show-toplevel"]).strip()
+    top = output([*GIT, "rev-parse", "--show-toplevel"]).strip()
     tree = open_folder(trees) / suite
     with locked(tree.parent / ".lock", "another tree has been made", LOCK_SECONDS):
         for path in tree, tree / "complete", log_of(tree), tree / clone:
@@ -187,20 +187,12 @@ def update(repository: Path, clone: Path) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         bundle = f"{folder}/bundle"
-        output("git", [*GIT, "-C", str(repository), "bundle", "create", "--quiet", bundle, "HEAD"])
+        output([*GIT, "-C", str(repository), "bundle", "create", "--quiet", bundle, "HEAD"])
         if (clone / ".git").is_dir():
-            output("git", ["git", "-C", str(clone), "fetch", "--quiet", bundle, "HEAD"])
-            output("git", ["git", "-C", str(clone), "reset", "--quiet", "--hard", "FETCH_HEAD"])
+            output(["git", "-C", str(clone), "fetch", "--quiet", bundle, "HEAD"])
+            output(["git", "-C", str(clone), "reset", "--quiet", "--hard", "FETCH_HEAD"])
         else:
-            output("git", ["git", "clone", "--quiet", bundle, str(clone)])
-
-
-def output(problem: str, words: Sequence[str]) -> str:
-    """What a command prints; raises LabError if it fails."""
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        raise LabError(f"{problem}: {' '.join(done.stderr.split())}")
-    return done.stdout
+            output(["git", "clone", "--quiet", bundle, str(clone)])
 
 
 def enter(tree: Path, folder: str) -> None:

@@ -74,7 +74,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser("preflight.py", description="Check a SLURM cluster: sbatch run.slurm [options]")
     text = "per-node (default): torchrun_multinode, ddp_spawn, deepspeed; per-process: horovod_cpu, lightning"
     parser.add_argument("--pattern", choices=["per-node", "per-process"], default="per-node", help=text)
-    parser.error = fail  # one line, without the usage
+    setattr(parser, "error", fail)  # noqa: B010 (one line, without the usage)
     return parser.parse_args()
 
 
@@ -201,6 +201,7 @@ class Head:
             listen(job.port + 1, self.serve)  # the others know that one too
 
     def serve(self, connection: socket.socket) -> None:
+        """Greet a task with the time and take its posts, until it hangs up: from then on it is lost."""
         rank = -1
         with connection, connection.makefile("rb") as stream, contextlib.suppress(OSError, ValueError):
             keep_alive(connection)
@@ -217,10 +218,15 @@ class Head:
         self.lost.add(rank)
 
     def answer(self, connection: socket.socket, name: str) -> None:
+        """Send what all have posted in a round."""
         with self.turns[connection]:
             send(connection, self.job.token, [name, self.answers[name]])
 
     def exchange(self, name: str, facts: Any) -> dict[int, Any]:
+        """Wait for the posts of a round, at most the seconds in ROUNDS, answer all, and return them by task.
+
+        Who is late is not waited for in later rounds.
+        """
         self.posts[name][0] = facts
         end = time.monotonic() + ROUNDS[name]
         while self.waiting_for - self.lost - set(self.posts[name]) and time.monotonic() < end:
@@ -274,6 +280,7 @@ class Guest:
         self.connection.settimeout(sum(ROUNDS.values()))
 
     def exchange(self, name: str, facts: Any) -> dict[int, Any]:
+        """Post facts to task 0 and return its answer, what it has by task; waits no longer than all rounds take."""
         try:
             send(self.connection, self.job.token, [name, self.job.rank, facts])
             for answered, posts in self.messages:
@@ -288,6 +295,8 @@ class Guest:
 
 
 def find_names(job: Job, _: dict[int, Any]) -> dict[str, Any]:
+    """Return the addresses that this node finds for the name of each node, within 8 s."""
+
     def look_up(name: str) -> list[str]:
         return sorted({str(answer[4][0]) for answer in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
 
@@ -295,6 +304,7 @@ def find_names(job: Job, _: dict[int, Any]) -> dict[str, Any]:
 
 
 def find_connections(job: Job, roster: dict[int, Any]) -> dict[str, Any]:
+    """Return who answers under each other node's name, each within 5 s: the first task there says its node's."""
     ports = {hello["node"]: hello["listener"] for hello in roster.values() if hello["leader"]}
 
     def knock(node: str) -> str:
@@ -400,6 +410,7 @@ class Sink:
         self.token, self.turn = token, threading.Lock()
 
     def serve(self, connection: socket.socket) -> None:
+        """Take what a node of this job sends until it ends, count it, and tell it the MB/s; 10 s without any end it."""
         with connection, contextlib.suppress(OSError):
             connection.settimeout(10)
             greeting = sign(self.token, b"stream")
@@ -471,7 +482,7 @@ def find_network(job: Job, roster: dict[int, Any]) -> dict[str, Any]:
 # Torch, in a process of its own: one that is missing, crashes or hangs takes no other answer with it.
 
 
-def try_gpus(job: Job, torch: Any) -> tuple[int, str]:
+def try_gpus(job: Job | SimpleNamespace, torch: Any) -> tuple[int, str]:
     """Return how many GPUs torch can use, and why not more: each GPU that this task would use has to compute."""
     count, problem = torch.cuda.device_count(), ""  # by NVML, so too many where CUDA does not accept the driver
     if not asked_gpus():
@@ -486,7 +497,7 @@ def try_gpus(job: Job, torch: Any) -> tuple[int, str]:
     return count, problem
 
 
-def torch_process(job: Job, pipe: Any, other_end: Any) -> None:
+def torch_process(job: Job | SimpleNamespace, pipe: Any, other_end: Any) -> None:
     """Import torch and say so, wait for the address of a store, all-reduce, and say how fast."""
     other_end.close()  # so that the parent's end is noticed
     facts: dict[str, Any] = {"version": sys.version.split()[0]}

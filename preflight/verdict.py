@@ -50,6 +50,10 @@ def visible(text: str) -> str:
 
 
 def judge_names(reports: list[dict], job: Any) -> Row:
+    """FAIL where a node does not know a node's name, or takes it for a loopback address, 127.0.0.0/8 or ::1 (RFC 6890).
+
+    Launchers meet by these names. Debian's installer writes a machine's own name beside 127.0.1.1 into /etc/hosts.
+    """
     unknown, loopback = [], []
     for report in reports:
         for name, found in report["names"].items():
@@ -67,6 +71,7 @@ def judge_names(reports: list[dict], job: Any) -> Row:
 
 
 def judge_connections(reports: list[dict], job: Any) -> Row:
+    """FAIL where a node cannot connect to another over TCP under its name, within the 5 s of find_connections."""
     faults, pairs = [], 0
     for report in reports:
         for node, answer in report["connections"].items():
@@ -81,6 +86,11 @@ def judge_connections(reports: list[dict], job: Any) -> Row:
 
 
 def judge_cpus(reports: list[dict], job: Any) -> Row:
+    """FAIL where a task may use fewer cores than it asked for; WARN where srun was not told, or where it asked for one.
+
+    SLURM from 22.05 to 23.02 does not hand --cpus-per-task of #SBATCH on to srun (its release notes). With one core,
+    what loads data waits for what trains.
+    """
     asked = [int(report["CPUS_PER_TASK"] or 0) for report in reports]
     fewer = [f"{r['node']}: {r['cpus']} of {asked[0]}" for r in reports if r["cpus"] < asked[0]]
     if fewer:
@@ -95,6 +105,10 @@ def judge_cpus(reports: list[dict], job: Any) -> Row:
 
 
 def judge_tasks(reports: list[dict], job: Any) -> Row:
+    """FAIL unless each node has a task, and as many as the pattern starts: one, or one a GPU, and the same on all.
+
+    The examples' launchers count on that. WARN where there is one task in all, which has nobody to talk to.
+    """
     pieces = re.findall(r"(\d+)(?:\(x(\d+)\))?", reports[0]["STEP_TASKS_PER_NODE"])  # 2(x3),1 is 2,2,2,1
     counts = [int(tasks) for tasks, times in pieces for _ in range(int(times or 1))]
     gpus = reports[0]["asked_gpus"]
@@ -114,7 +128,11 @@ def judge_tasks(reports: list[dict], job: Any) -> Row:
 
 
 def judge_limits(reports: list[dict], job: Any) -> Row:
-    """Name what a task may have too little of: open files, processes and threads, and locked memory where RDMA is."""
+    """Name what a task may have too little of: open files, processes and threads, and locked memory where RDMA is.
+
+    FAIL where the examples need more: two connections with each process, THREADS a process. WARN below what is enough
+    for most: FEW_FILES, FEW_THREADS and, with RDMA, LITTLE_LOCKED, all below.
+    """
     tasks = [int(number) for number in re.findall(r"(?<![\dx])\d+", reports[0]["STEP_TASKS_PER_NODE"] or "1")]
     each = max(*tasks, *(r["asked_gpus"] for r in reports))  # processes on a node: one a task, or one a GPU
     files = 2 * each * len(job.nodes) + 256  # rank 0 has a connection or two with every other process
@@ -158,14 +176,17 @@ LITTLE_LOCKED = 2**30  # bytes: InfiniBand's buffers are locked, and its makers 
 
 
 def number_of(limit: int) -> str:
+    """A limit in words; below 0 there is none."""
     return f"{limit}" if limit >= 0 else "any number of"
 
 
 def amount(limit: int) -> str:
+    """A limit in bytes, in words; below 0 there is none."""
     return "any amount" if limit < 0 else f"{limit >> 10} KB" if limit < 2**20 else f"{limit >> 20} MB"
 
 
 def judge_shared(reports: list[dict], job: Any) -> Row:
+    """FAIL where a node does not see a file of another in the job's folder within preflight.py's SHARED_SECONDS."""
     faults = [f"{r['node']} does not see the files of {n}" for r in reports for n in r["shared"]["unseen"]]
     folders = sorted({report["shared"]["folder"] for report in reports})
     if faults or len(folders) > 1:
@@ -175,6 +196,10 @@ def judge_shared(reports: list[dict], job: Any) -> Row:
 
 
 def judge_port(reports: list[dict], job: Any) -> Row:
+    """FAIL where the port of the examples' rendezvous is taken; WARN where the kernel may give it to any program.
+
+    Those are the ports of the node's own /proc/sys/net/ipv4/ip_local_port_range; the examples take one below 30000.
+    """
     low, high = reports[0]["ephemeral"]
     result = f"{job.port} on {reports[0]['node']}; ephemeral ports are {low}-{high}"
     if reports[0]["port_problem"]:
@@ -186,10 +211,15 @@ def judge_port(reports: list[dict], job: Any) -> Row:
 
 
 def judge_gpus(reports: list[dict], job: Any) -> Row:
+    """FAIL where torch, or without it the driver, finds fewer GPUs than asked for; WARN where it finds some unasked.
+
+    NCCL needs to see the other GPUs of its node, which --gpus-per-task hides. ALLOW_CPU=1 lets the examples train on
+    the CPU all the same.
+    """
     faults, advice, status = [], "", "ok"
-    asked = reports[0]["asked_gpus"]
-    if asked and os.environ.get("ALLOW_CPU") == "1" and not any(r.get("cuda") for r in reports):
-        return f"{asked} a node asked for, unusable; ALLOW_CPU=1 permits the CPU", "ok", ""
+    of_first = reports[0]["asked_gpus"]
+    if of_first and os.environ.get("ALLOW_CPU") == "1" and not any(r.get("cuda") for r in reports):
+        return f"{of_first} a node asked for, unusable; ALLOW_CPU=1 permits the CPU", "ok", ""
     wheels = {r["node"]: r["wheel"] for r in reports if "wheel" in r}  # the first task of a node has it
     for r in reports:
         asked, shown = r["asked_gpus"], len(r["gpus"])
@@ -209,7 +239,7 @@ def judge_gpus(reports: list[dict], job: Any) -> Row:
             advice, status = "GPUs that were not asked for: #SBATCH --gpus-per-node=N", "WARN"
     if faults:
         return few(faults) + f" (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')})", status, advice
-    return f"{asked} a node asked for and usable", "ok", ""
+    return f"{of_first} a node asked for and usable", "ok", ""
 
 
 def gpu_advice(report: dict, found: dict) -> str:
@@ -289,6 +319,7 @@ def judge_wheel(reports: list[dict], job: Any) -> Row:
 
 
 def judge_clocks(reports: list[dict], job: Any) -> Row:
+    """WARN where a clock is surely more than 1 s from task 0's, our choice: time stamps of logs have whole seconds."""
     apart = max(abs(report["clock"]["ahead"]) for report in reports)
     clocks = {report["node"]: report["clock"] for report in reports}
     wrong = [f"{node}: {c['ahead']:+.1f} s" for node, c in clocks.items() if abs(c["ahead"]) - c["doubt"] > 1]
@@ -298,6 +329,7 @@ def judge_clocks(reports: list[dict], job: Any) -> Row:
 
 
 def judge_python(reports: list[dict], job: Any) -> Row:
+    """FAIL where nodes have different Pythons or versions of torch, or no torch: all processes must run one program."""
     nodes: dict[str, list[str]] = {}
     for report in reports:
         nodes.setdefault(report["python"], []).append(report["node"])
@@ -311,6 +343,10 @@ def judge_python(reports: list[dict], job: Any) -> Row:
 
 
 def judge_reduce(reports: list[dict], job: Any) -> Row:
+    """FAIL where an all-reduce fails; WARN where a task sends fewer MB/s than ETHERNET, more than 1 GbE can carry.
+
+    ETHERNET is above the 118 MB/s that TCP can have of 1 GbE (see NETWORKS), and far below what the next network has.
+    """
     faults, speeds = [], {}
     for report in reports:
         for backend, speed in report["reduce"].items():
@@ -339,7 +375,12 @@ def between(speed: float) -> str:
 
 
 def judge_network(reports: list[dict], job: Any) -> Row:
-    """Name slow nodes, slow pairs and a faster interface, by what nodes have sent to each other; see README.md."""
+    """Name slow nodes, slow pairs and a faster interface, by what nodes have sent to each other; see README.md.
+
+    WARN where another interface has twice the rate, where a node or a pair has half of the usual rate, or where that is
+    less than 30 % of what the interface says (of 10 Gbit/s at most). These bounds are ours: rates of one link differ by
+    less from one try to the next.
+    """
     if len(reports) < 2:
         return "one node: no network", "ok", ""
     used = Counter(report["network"]["used"] for report in reports).most_common(1)[0][0]
@@ -364,7 +405,7 @@ def judge_network(reports: list[dict], job: Any) -> Row:
         return f"not measured over {used or 'any interface'}; there are {names or 'none'}", "WARN", advice
     usual, best = usual_rate(rates[used]), {name: usual_rate(pairs) for name, pairs in rates.items()}
     result = f"{used} {usual:.0f} MB/s from node to node ({between(usual)})"
-    better = max(best, key=best.get)
+    better = max(best, key=lambda name: best[name])
     if better != used and best[better] > 2 * usual:
         advice = f"export GLOO_SOCKET_IFNAME={better} NCCL_SOCKET_IFNAME={better} (see run.slurm)"
         return f"a job runs over {used}, {usual:.0f} MB/s, while {better} has {best[better]:.0f}", "WARN", advice
@@ -388,6 +429,7 @@ def best_rates(rates: dict[tuple, float]) -> dict[str, float]:
 
 
 def usual_rate(rates: dict[tuple, float]) -> float:
+    """The median of the nodes' best rates: what a node of this job has, though some may be slow."""
     return statistics.median_high(best_rates(rates).values())
 
 
@@ -419,6 +461,7 @@ LARGE = [2**20, 2**24, 2**28, 2**30]  # bytes of the all-reduces that are shown
 
 
 def name_of(size: int) -> str:
+    """A size in bytes, in words."""
     return f"{size >> 30} GB" if size >= 2**30 else f"{size >> 20} MB"
 
 

@@ -23,11 +23,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from benchmarks import report
 from benchmarks.measure import machine, positive
 from benchmarks.scale import Cluster, Model, Step, ddp, fsdp, link, local_sgd
-from lab import Lab, why_not
+from lab import Lab, Wanted, faults, why_not
 from lab.base import LabError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +59,7 @@ class Row:
 
 def predicted(row: Row) -> Step:
     """Return the step that the model predicts for a row, from what was measured without any exchange of all."""
-    gloo = {"fsdp_overlap": 0, "whole_scatter": 1, "rings": 1}
+    gloo: dict[str, Any] = {"fsdp_overlap": 0, "whole_scatter": 1, "rings": 1}
     cluster = Cluster(1, 1, 1, 0, 1, row.latency, row.bandwidth, 1, 1, row.scatter, **gloo)
     model = Model(WEIGHTS, 1, 1, 0, 4, GROUPS)
     if row.way == "DDP":
@@ -240,7 +241,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
     with ExitStack() as stack:
         # As root: the user whom a lab makes up may not see this Python, or this folder.
         name = f"scale{os.getpid()}"
-        lab = stack.enter_context(Lab(nodes=args.nodes[-1], cpus=1, name=name, share=shared, user="root"))
+        lab = stack.enter_context(Lab(Wanted(nodes=args.nodes[-1], cpus=1, name=name, share=shared, user="root")))
         words = ["srun", f"--nodes={args.nodes[-1]}", "--ntasks-per-node=1", "--input=0", "--kill-on-bad-exit=1"]
         words += [sys.executable, "-m", "studies.scale", "--take-part", "--nodes", *map(str, args.nodes)]
         variables = {"MASTER_ADDR": lab.nodes[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
@@ -250,7 +251,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
         for _ in range(args.rounds):
             for rate in args.rates:
                 for node in lab.nodes:
-                    lab.slow(node, rate)  # refuses a wrong rate
+                    faults.slow(lab, node, rate)  # refuses a wrong rate
                 found += ask(job, rate)
                 write(medians(found, args.nodes), args.output / "scale.csv")
     return medians(found, args.nodes)
@@ -268,7 +269,8 @@ def write(rows: Sequence[Row], path: Path) -> None:
 def read(path: Path) -> list[Row]:
     """Return the rows of a CSV file."""
     with open(path, newline="") as file:
-        return [Row(*(part.type(row[part.name]) for part in fields(Row))) for row in csv.DictReader(file)]
+        kinds = get_type_hints(Row).items()
+        return [Row(**{name: kind(row[name]) for name, kind in kinds}) for row in csv.DictReader(file)]
 
 
 def cells(rows: Sequence[Row]) -> list[dict[str, str]]:

@@ -168,7 +168,7 @@ def mend(journal: Path) -> None:
         if not operation(line) and (at := line.rfind(b'{"op_code":')) > 0:  # a line was appended to a half one
             parts = [line[:at], line[at:]]
         for part in parts:
-            found = operation(part)
+            found: dict[str, Any] | None = operation(part)
             if not found:
                 left_out.append(part)
                 if not re.match(rb'\{"op_code":%d,' % CREATE, part):
@@ -177,7 +177,7 @@ def mend(journal: Path) -> None:
                 found = {"op_code": CREATE, "worker_id": "", "study_id": 0, "datetime_start": now}
             trials += found["op_code"] == CREATE
             lines.append(json.dumps(found, separators=(",", ":")).encode())
-            if found.get("trial_id", -1) >= trials or operation(lines[0])["op_code"] != 0:
+            if found.get("trial_id", -1) >= trials or json.loads(lines[0])["op_code"] != 0:
                 raise SweepError(lost)
     if not lines:
         raise SweepError(lost)
@@ -246,8 +246,17 @@ def next_trial(study: optuna.Study, storage: Any, folder: Path, trials: int) -> 
         running = study.get_trials(states=[TrialState.RUNNING])
 
         def free(one: FrozenTrial) -> bool:
-            owner = one.user_attrs.get("task")  # none: its task died before it could write that
-            return not owner or (alive is not None and owner not in alive and before.get(one.number) == owner)
+            """Whether nobody works on a trial.
+
+            1. It has no owner: its task died before it could write that it is. It is free.
+            2. SLURM did not say who lives (`alive` is None): it is not free.
+            3. Its owner lives: it is not free.
+            4. Its owner is not among the living: it is free, unless another has come to own it since SLURM was asked.
+            """
+            owner = one.user_attrs.get("task")
+            if not owner:
+                return True
+            return alive is not None and owner not in alive and before.get(one.number) == owner
 
         ours = [one for one in running if one.user_attrs.get("task") == task] + [one for one in running if free(one)]
         if ours:

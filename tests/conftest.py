@@ -19,7 +19,7 @@ from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, Launcher, copy_example 
 from harness.reference import reference as make_reference  # noqa: E402
 from harness.refusals import RefusedError  # noqa: E402
 from harness.runs import Reference  # noqa: E402
-from lab import Lab, why_not  # noqa: E402
+from lab import Lab, Wanted, why_not  # noqa: E402
 
 # A shell lets what it starts with `&` ignore SIGINT, and so would everything that these tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -190,7 +190,7 @@ def lab(session_folder: Path) -> Iterator[Lab]:
     if reason := why_not():
         pytest.skip(reason)
     shared = on_this_machine_only(session_folder, Path(sys.prefix))
-    with Lab(NODES, CPUS, GPUS, name=f"test{os.getpid()}", share=shared) as lab:
+    with Lab(Wanted(NODES, CPUS, GPUS, name=f"test{os.getpid()}", share=shared)) as lab:
         assert Path(lab.home).is_relative_to(lab.folder), "tests write to the user's home folder"
         python = lab.run([sys.executable, "--version"], cwd="/")
         assert python.returncode == 0, f"user {lab.user}, who runs jobs, cannot use {sys.executable}: {python.stderr}"

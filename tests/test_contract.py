@@ -179,7 +179,7 @@ def test_killed_and_resumed(example: str, folder: Path, reference: Reference) ->
     The last run has listed its imports: torchvision, which takes seconds, is one only if the framework needs it. Nor is
     torch where another framework trains: users of that need not have it.
     """
-    kills = [runs.kill_one] * LAUNCHERS[example].pattern + [runs.kill_all]
+    kills: list[Callable[[str, runs.Run], object]] = [runs.kill_one] * LAUNCHERS[example].pattern + [runs.kill_all]
     if LAUNCHERS[example].pytorch:
         edits.note_order(folder)
     run = runs.kill_and_resume(example, folder, reference, kills)

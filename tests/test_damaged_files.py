@@ -87,7 +87,7 @@ def test_unfinished_files(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "tmp.5.folder.pt").mkdir()
-    words = [sys.executable, "-c", LOCKS, tmp_path / ".lock"]
+    words = [sys.executable, "-c", LOCKS, str(tmp_path / ".lock")]
     with subprocess.Popen(words, cwd=tmp_path, stdin=subprocess.PIPE) as other:
         wait_until((tmp_path / "locked").exists, 60, "the other run's lock")
         assert "another run is writing" in plumbing.lock(tmp_path)
@@ -144,7 +144,7 @@ def flip_name(path: Path) -> None:
     path.write_bytes(data[:-300] + bytes(byte ^ 32 for byte in data[-300:]))  # the archive's directory
 
 
-def cut(length: int) -> Callable[[Path], None]:
+def cut(length: int) -> Callable[[Path], object]:
     return lambda path: path.write_bytes(path.read_bytes()[:length])
 
 
@@ -162,7 +162,7 @@ def other_program(content: Any) -> Callable[[Path], None]:
     return save
 
 
-CHECKPOINTS: dict[str, Callable[[Path], None]] = {
+CHECKPOINTS: dict[str, Callable[[Path], object]] = {
     "a flipped bit": flip,
     "flipped in the directory": flip_name,
     "empty": cut(0),
@@ -303,7 +303,8 @@ def reference_command(example: str) -> list[str]:
 
 HEAD = "epoch,train_loss,test_loss,test_accuracy,samples_per_second,seconds,world_size\n"
 ROWS = [f"{epoch},1.5,1.25,0.5,100.0,2.0,2\n" for epoch in (1, 2)]
-METRICS = {  # what is in the file, how many rows are used, and what the line says; None: no line
+# What is in the file, how many rows are used, and what the line says; None: no line.
+METRICS: dict[str, tuple[str | bytes | None, int, str | None]] = {
     "good": (HEAD + "".join(ROWS), 2, None),
     "cut in a number": ((HEAD + "".join(ROWS))[:-5], 1, "its last row was cut off"),
     "cut before the line's end": ((HEAD + "".join(ROWS))[:-1], 1, "its last row was cut off"),
@@ -352,7 +353,8 @@ def test_damaged_metrics(
 
 
 USED = {"host": "n1", "seconds": 10.0, "core_seconds": 15.0, "cores": 2, "mb": 100}
-RUN = {"starts": [{"step": 0, "time": 1.8e9}], "stops": [{"step": 4, "time": 1.8e9, "used": [USED]}], "settings": {}}
+RUN: dict[str, Any] = {"starts": [{"step": 0, "time": 1.8e9}], "settings": {}}
+RUN |= {"stops": [{"step": 4, "time": 1.8e9, "used": [USED]}]}
 RUNS = RECORDS | {
     "a stop without what was used": json.dumps(RUN | {"stops": [{"step": 1, "time": 1}]}).encode(),
     "no time was used": json.dumps(RUN | {"stops": [RUN["stops"][0] | {"used": [USED | {"seconds": 0}]}]}).encode(),

@@ -10,6 +10,7 @@ import sysconfig
 import venv
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ WEIGHTS = 1_199_882 * 4 / 1e6  # MB of the ConvNet's weights in fp32; Adam's sta
 
 
 @pytest.fixture
-def bare(tmp_path: Path) -> dict[str, str]:
+def bare(tmp_path: Path) -> dict[str, Any]:
     """An environment without compiler and ninja, and without ops that were built before."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -53,7 +54,7 @@ def test_stage_1_and_its_own_launcher(example: str, folder: Path, reference: Ref
     assert held["parameters"] == pytest.approx(WEIGHTS, rel=0.01)
 
 
-def test_stage_3_without_a_compiler(example: str, folder: Path, reference: Reference, bare: dict[str, str]) -> None:
+def test_stage_3_without_a_compiler(example: str, folder: Path, reference: Reference, bare: dict[str, Any]) -> None:
     """Stage 3 on a node without ninja and compiler: the bits of stage 0, half of everything on each process."""
     note_memory(folder)
     runs.train(example, folder, 2, "--zero-stage", 3, **bare)
@@ -215,7 +216,7 @@ def test_offload(example: str, folder: Path, tmp_path: Path) -> None:
     assert outputs.read_metrics(folder / "output")[-1]["test_accuracy"] > 0.85
 
 
-def test_offload_without_a_compiler(example: str, folder: Path, bare: dict[str, str]) -> None:
+def test_offload_without_a_compiler(example: str, folder: Path, bare: dict[str, Any]) -> None:
     """Where the op cannot be compiled, one line says what to install or to build before."""
     run = runs.start(example, folder, 2, "--deepspeed_config", "ds_config_offload.json", **bare).wait()
     refusals.assert_refused(
@@ -226,7 +227,7 @@ def test_offload_without_a_compiler(example: str, folder: Path, bare: dict[str, 
 @pytest.mark.runs("weekly")
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
-def test_built_beforehand(example: str, folder: Path, bare: dict[str, str]) -> None:
+def test_built_beforehand(example: str, folder: Path, bare: dict[str, Any]) -> None:
     """The README's DS_BUILD_CPU_ADAM line, for CPUs: the op is in what it installs, and needs no compiler any more.
 
     It goes into an environment of its own, which sees the packages of the tests' environment.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,8 @@ def test_interfaces(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     assert "\n" not in text
 
 
-OTHERS = {  # modules that are imported: their names and files; below OTHER another project's; and what is refused
+# Modules that are imported: their names and files; below OTHER another project's; and what is refused.
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "own": ({"plumbing": "plumbing/__init__.py", "common": "common/__init__.py"}, ""),
     "own, linked": ({"common": "linked/__init__.py"}, ""),
     "plumbing of another": ({"plumbing": "OTHER/plumbing/__init__.py"}, "plumbing is imported from"),

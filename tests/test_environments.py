@@ -3,6 +3,7 @@
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_without_internet(example: str, folder: Path, tmp_path: Path) -> None:
     assert done.status == 0, done.stderr
     if example in HOROVOD:
         assert done.stdout.count("building") == 1 and done.stdout.count("have added up") == 2, done.stdout
-    environment = {"PATH": f"{folder}/.venv/bin:{clean_environment()['PATH']}"}
+    environment: dict[str, Any] = {"PATH": f"{folder}/.venv/bin:{clean_environment()['PATH']}"}
     run = runs.train(example, folder, 2, "--epochs", 1, **environment)
     assert LAUNCHERS[example].metric in run.stdout and (folder / "output" / LAUNCHERS[example].model).stat().st_size
 

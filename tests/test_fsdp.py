@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -516,7 +517,7 @@ def test_sample_refuses(
 
 
 GPT2 = {"vocab_size": 256, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "activation_function": "gelu"}
-OTHERS = {
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "epsilon": ({"layer_norm_epsilon": 1e-6}, "have other outputs"),
     "scaled by layer": ({"scale_attn_by_inverse_layer_idx": True}, "have other outputs"),
     "not scaled": ({"scale_attn_weights": False}, "have other outputs"),

@@ -146,9 +146,9 @@ def test_model_fit(example: str, folder: Path, tmp_path: Path) -> None:
     With Keras 3 each has its own, as the README warns: the day that this changes, the README has to.
     """
     packages = tmp_path / "packages"
-    install = ["python", "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages, "tf-keras==2.21.0"]
+    install = ["python", "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages), "tf-keras==2.21.0"]
     assert " ".join(install[3:4] + install[-1:]) in (folder / "README.md").read_text()
-    done = runs.Run([str(word) for word in install], folder).wait()
+    done = runs.Run(install, folder).wait()
     assert done.status == 0, done.stderr
     text = (folder / "fit.py").read_text()
     assert f"`{FIT}`" in (folder / "README.md").read_text() and FIT in text

@@ -80,7 +80,7 @@ def make_tar(path: str, *words: object) -> Path:
     return Path(path)
 
 
-def load(image_files: ModuleType, path: Path) -> tuple[Any, Any, list[str]]:
+def load(image_files: Any, path: Path) -> tuple[Any, Any, list[str]]:
     """Load a data set without torchrun: a tar is read where it is."""
     image_files.stage = lambda path: os.open(path, os.O_RDONLY)
     return image_files.load(path, 32)
@@ -486,7 +486,7 @@ def test_listed_by_rank_0_alone(
     monkeypatch.setattr(image_files, "os", argparse.Namespace(**vars(os)))
     for name in ("scandir", "dup", "listdir", "pread"):  # read_tree takes a copy of the descriptor
         monkeypatch.setattr(image_files.os, name, count(name))
-    found = []
+    found: list[Any] = []
     for number in range(2):
         group = {"new_group": lambda **_: None, "destroy_process_group": lambda _: None}
         dist = Rank(is_initialized=lambda: True, get_rank=lambda number=number: number, **group)
@@ -501,7 +501,7 @@ def test_listed_by_rank_0_alone(
     assert found[0] == found[1] and (not isinstance(found[0], str) or path.name in found[0])
 
 
-def test_another_tar_on_another_node(example: str, image_files: ModuleType, data: Path) -> None:
+def test_another_tar_on_another_node(example: str, image_files: Any, data: Path) -> None:
     """A file that is not the one in which rank 0 has looked is refused: its images would be others, or damaged."""
     for path in (make_tar("data.tar", data), folder_of_tars(data)):
         image_files.stage = image_files.open_in_place

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ used = [{"mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, "gpu_mb
 def search(*words: object) -> subprocess.CompletedProcess[str]:
     """Run the program in the repository, as its page says; in the end there is no process of its runs."""
     command = [sys.executable, "-m", "benchmarks.largest_batch", *map(str, words)]
-    options = {"cwd": ROOT, "env": clean_environment(), "text": True}
+    options: dict[str, Any] = {"cwd": ROOT, "env": clean_environment(), "text": True}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
         printed = process.communicate(timeout=580)
         assert find_processes(f"LARGEST_BATCH={process.pid}") == []

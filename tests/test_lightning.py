@@ -7,6 +7,7 @@ import re
 import signal
 import termios
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,11 @@ from harness.runs import Reference
 pytestmark = pytest.mark.only("lightning")
 
 # What salloc's shell, a notebook or a batch script on the first of two nodes has in its environment.
-ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_NODELIST": "node[1-2]"}
-ALLOCATION |= {"SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-KERNEL = {"LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
+ALLOCATION: dict[str, Any] = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2"}
+ALLOCATION |= {"SLURM_NODELIST": "node[1-2]", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"}
+ALLOCATION |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+KERNEL: dict[str, Any] = {"LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": "2"}
+KERNEL |= {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
 
 
 def test_in_an_allocation(example: str, folder: Path, reference: Reference) -> None:
@@ -28,8 +31,9 @@ def test_in_an_allocation(example: str, folder: Path, reference: Reference) -> N
     Once as in a batch script, once as in a shell that `srun --pty` has started, or in a notebook whose kernel has used
     Lightning. Lightning's loggers, asked for, log what metrics.csv has; the reference run leaves nothing of theirs.
     """
-    batch, shell = {"SLURM_STEP_ID": "4294967291"}, {"SLURM_STEP_ID": "0", "SLURM_PTY_PORT": "40000"}
-    run = runs.train(example, folder, 2, "--epochs", 2, "--logger", "CSVLogger", **ALLOCATION, **batch)
+    batch = ALLOCATION | {"SLURM_STEP_ID": "4294967291"}
+    shell = ALLOCATION | {"SLURM_STEP_ID": "0", "SLURM_PTY_PORT": "40000"}
+    run = runs.train(example, folder, 2, "--epochs", 2, "--logger", "CSVLogger", **batch)
     assert "2 processes on 1 node, gloo on cpu" in run.stdout and run.stderr == ""
     logs = folder / "output" / "lightning_logs"
     with open(logs / "version_0" / "metrics.csv", newline="") as file:
@@ -37,7 +41,7 @@ def test_in_an_allocation(example: str, folder: Path, reference: Reference) -> N
     for name in ("train_loss", "test_loss", "test_accuracy"):
         values = [float(row[name]) for row in logged if row[name]]
         assert values == pytest.approx([row[name] for row in outputs.read_metrics(folder / "output")], rel=1e-6), name
-    run = runs.train(example, folder, 2, "--resume", "--logger", "TensorBoardLogger", **ALLOCATION, **shell, **KERNEL)
+    run = runs.train(example, folder, 2, "--resume", "--logger", "TensorBoardLogger", **shell, **KERNEL)
     assert "continuing after epoch 2 of 5" in run.stdout
     assert list(logs.glob("version_1/events.out.tfevents.*"))
     outputs.assert_same_run(folder / "output", reference.output)

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -297,7 +298,7 @@ BART |= {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("la
 XLNET = {"vocab_size": 320, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}
 VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 GEMMA = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
-GEMMA3 = {"text_config": GEMMA, "vision_config": VISION | {"image_size": 28, "patch_size": 14}}
+GEMMA3: dict[str, Any] = {"text_config": GEMMA, "vision_config": VISION | {"image_size": 28, "patch_size": 14}}
 GEMMA3 |= {"mm_tokens_per_image": 1, "image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7}
 
 
@@ -456,7 +457,7 @@ def test_no_causal_model(
 
 
 # A model of each kind that people bring: its layers with adapters are all that are used for text.
-CAUSAL: dict[str, tuple[str, dict[str, object], set[str]]] = {
+CAUSAL: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "GPT-2": ("GPT2LMHeadModel", GPT2, {"c_attn", "c_proj", "c_fc"}),  # Conv1D, and tied embeddings
     "Qwen3": ("Qwen3ForCausalLM", GEMMA, {f"{name}_proj" for name in ("q", "k", "v", "o", "up", "gate", "down")}),
     "experts": ("MixtralForCausalLM", SIZES | {"num_key_value_heads": 2, "num_local_experts": 4}, {"q_proj"}),

@@ -11,6 +11,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def test_each_flag_has_a_row() -> None:
         assert {*shared, *flags} - tried <= {"--zero-stage", "--layers"}, name
 
 
-ACCEPTED = {
+ACCEPTED: dict[str, list[Any]] = {
     "epochs": [1, 10_000],
     "batch_size": [1, 2**20],
     "lr": [0.0, 1e-30, 1e-3, 1e3],  # 0: nothing is learnt, which a resume may want

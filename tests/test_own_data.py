@@ -5,7 +5,6 @@ import runpy
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -248,8 +247,8 @@ SAMPLES: dict[str, tuple[str, Sequence[str]]] = {
 SAMPLE = "        return torch.from_numpy(self.images[index])[None] / 255, int(self.labels[index])\n"
 
 
-def with_sample(folder: Path, text: str) -> ModuleType:
-    """Return own_data.py of PyTorch's examples with another end of sample()."""
+def with_sample(folder: Path, text: str) -> dict[str, Any]:
+    """Return the names of own_data.py of PyTorch's examples with another end of sample()."""
     path = folder / "own_data.py"
     path.write_text((ROOT / "examples" / "ddp_spawn" / "own_data.py").read_text())
     edits.edit(path, SAMPLE, f"        import numpy as np\n        return {text}\n")

@@ -178,7 +178,8 @@ def test_reading_changes_nothing(checks: ModuleType) -> None:
     import torch
 
     class Lazy(Data):
-        file, generator, torch_generator = None, np.random.default_rng(3), torch.Generator().manual_seed(4)
+        file: str | None = None
+        generator, torch_generator = np.random.default_rng(3), torch.Generator().manual_seed(4)
 
         def __init__(self, *parts: Any) -> None:
             super().__init__(*parts)

@@ -8,7 +8,7 @@ import tempfile
 import termios
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -37,7 +37,7 @@ class Machine:
         (folder / "bin").mkdir()
         (folder / ".ci").mkdir()
         text = (ROOT / ".ci" / "run").read_text()
-        ours = {"/usr/sbin/policy-rc.d": self.policy, "/etc/os-release": folder / "os-release"}
+        ours: dict[str, str | Path] = {"/usr/sbin/policy-rc.d": self.policy, "/etc/os-release": folder / "os-release"}
         ours["\nsystem="] = f"\nsystem={folder}/bin:"
         for path, own in ours.items():
             assert path in text
@@ -170,7 +170,7 @@ def test_other_distributions(machine: Machine, name: str) -> None:
     (machine.folder / "os-release").write_text(release)
     if "Chrome" in name:
         machine.stub("google-chrome", "exit 0")
-    path = {}
+    path: dict[str, Any] = {}
     if says == NO_APT:
         (machine.folder / "bin" / "apt-get").unlink()
         path = {"PATH": f"{machine.folder}/bin"}
@@ -183,7 +183,7 @@ def test_other_distributions(machine: Machine, name: str) -> None:
 
 
 @pytest.mark.parametrize(("answer", "variables"), [(None, {}), (None, {"CI": "true"}), ("n\n", {"CI": "1"})])
-def test_nobody_to_ask(machine: Machine, answer: str | None, variables: dict[str, str]) -> None:
+def test_nobody_to_ask(machine: Machine, answer: str | None, variables: dict[str, Any]) -> None:
     """Without a terminal, or with CI set, it names what it will install, and goes on."""
     run = machine.run(answer=answer, **variables)
     assert run.status == 9 and run.stderr.replace("\r", "") == UNASKED

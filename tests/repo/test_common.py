@@ -115,7 +115,7 @@ def test_no_text(tmp_path: Path, case: str) -> None:
     content, message = NO_TEXT[case]
     (tmp_path / "text").write_bytes(content)
     with pytest.raises(data.DataError, match=message):
-        data.text_tokens(tmp_path / "text")
+        data.text_tokens(str(tmp_path / "text"))
 
 
 def test_odd_texts(tmp_path: Path) -> None:
@@ -128,10 +128,10 @@ def test_odd_texts(tmp_path: Path) -> None:
         b"\r\n",
     ):
         (tmp_path / "text").write_bytes(text)
-        assert data.read_text(tmp_path / "text") == text
-        assert len(data.text_tokens(tmp_path / "text")) == len(text)
+        assert data.read_text(str(tmp_path / "text")) == text
+        assert len(data.text_tokens(str(tmp_path / "text"))) == len(text)
     with pytest.raises(data.DataError, match="Is a directory"):
-        data.text_tokens(tmp_path)
+        data.text_tokens(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", [None, "uint8", "int16", "uint16", "int32", "int64"])
@@ -142,7 +142,7 @@ def test_saved_tokens(tmp_path: Path, kind: str | None) -> None:
         tokens.numpy().astype(kind).tofile(tmp_path / "tokens")
     else:
         torch.save(tokens, tmp_path / "tokens")
-    found = data.saved_tokens(tmp_path / "tokens", 101, kind)
+    found = data.saved_tokens(str(tmp_path / "tokens"), 101, kind)
     assert found.tolist() == tokens.tolist()
     inputs, _ = data.Tokens(found, 10)[[0, 12]]
     assert inputs.dtype == torch.int64 and inputs.tolist() == [[*range(10)], [*range(19, 29)]]
@@ -184,10 +184,10 @@ def test_saved_tokens_refused(tmp_path: Path, case: str) -> None:
     else:
         torch.save(content, tmp_path / "tokens")
     with pytest.raises(data.DataError, match=message) as raised:
-        data.saved_tokens(tmp_path / "tokens", vocabulary, kind)
+        data.saved_tokens(str(tmp_path / "tokens"), vocabulary, kind)
     assert "\n" not in str(raised.value)
     with pytest.raises(data.DataError, match="cannot read the tokens in .*No such file"):
-        data.saved_tokens(tmp_path / "missing", vocabulary, kind)
+        data.saved_tokens(str(tmp_path / "missing"), vocabulary, kind)
 
 
 def test_range_of_many_tokens(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_ssh_settings(tmp_path: Path) -> None:
     file.write_text(readme.indented(PAGE, "Host login"))
     found = {}
     for host in ("node1", "login"):
-        words = ["ssh", "-G", "-F", file, host]
+        words = ["ssh", "-G", "-F", str(file), host]
         done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
         found[host] = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
     names = ("hostname", "user", "proxyjump")
@@ -41,7 +41,7 @@ def test_json() -> None:
 
 def test_bad_input(tmp_path: Path) -> None:
     """No train.py in this folder, and a package that is missing, are one line each."""
-    python = [sys.executable, "-S", PROGRAM]  # -S: without installed packages
+    python = [sys.executable, "-S", str(PROGRAM)]  # -S: without installed packages
     cases = {"there is no": python, "has no debugpy": python, "has no tensorboard": [*python, "tensorboard"]}
     for text, words in cases.items():
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
@@ -53,7 +53,7 @@ def test_bad_input(tmp_path: Path) -> None:
 def test_rank(tmp_path: Path) -> None:
     """Only the rank that DEBUG_RANK names waits for an editor; the others run train.py as it is."""
     (tmp_path / "train.py").write_text("import sys\nprint('trains', __name__, sys.path[0], *sys.argv[1:])\n")
-    words = [sys.executable, "-S", PROGRAM, "--epochs", "1"]  # without debugpy, which the named rank would import
+    words = [sys.executable, "-S", str(PROGRAM), "--epochs", "1"]  # without debugpy, which the named rank would import
     for rank, name in (("0", "RANK"), ("1", "RANK"), ("1", "SLURM_PROCID")):
         settings = {"DEBUG_RANK": "1", name: rank}
         done = subprocess.run(words, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=60)

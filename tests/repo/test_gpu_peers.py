@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_place_that_is_not_there(edit: Edit, why: str) -> None:
         edited("train.py", THEIRS, source)
 
 
-def script(**changes: object) -> gpu_peers.Script:
+def script(**changes: Any) -> gpu_peers.Script:
     """Return a public script that is the one above."""
     one = gpu_peers.Script(
         "theirs",
@@ -93,10 +94,10 @@ def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     who = ["-c", "user.name=Somebody", "-c", "user.email=somebody@example.org"]
     for words in (["init"], ["add", "."], [*who, "commit", "-m", "The script"]):
         subprocess.run(["git", "-C", tree / place, *words], check=True, capture_output=True, timeout=60)
-    words = ["git", "-C", tree / place, "rev-parse", "HEAD"]
+    words = ["git", "-C", str(tree / place), "rev-parse", "HEAD"]
     one = script(commit=subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout.strip())
     (tree / place / "sub" / "theirs.py").write_text("changed since")
-    words = ["git", "clone", "--bare", tree / place, tmp_path / "bare" / place / "repo"]
+    words = ["git", "clone", "--bare", str(tree / place), str(tmp_path / "bare" / place / "repo")]
     subprocess.run(words, check=True, capture_output=True, timeout=60)
     monkeypatch.setattr(gpu_peers, "SCRIPTS", (one,))
     gpu_peers.export(tmp_path / "bare", tmp_path / "plain")

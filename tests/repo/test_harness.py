@@ -26,6 +26,7 @@ from harness.processes import (
     wait_until,
     with_framework,
 )
+from lab import Lab
 from tests.conftest import PERMITTED_SKIPS
 
 
@@ -262,16 +263,14 @@ def test_odd_name_of_a_process(tmp_path: Path, name: bytes) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who gives files away")
 def test_hand_over(tmp_path: Path) -> None:
     """All in a folder belongs to the lab's user, a link itself and not what it leads to; a lab's own user, if named."""
-
-    class Running:
-        uid, gid = 54321, 54322
-
+    running_lab = Lab()
+    running_lab.uid, running_lab.gid = 54321, 54322
     precious = tmp_path / "precious"
     precious.touch()
     (tmp_path / "folder" / "in").mkdir(parents=True)
     (tmp_path / "folder" / "in" / "link").symlink_to(precious)
     (tmp_path / "folder" / "loop").symlink_to(tmp_path)
-    jobs.hand_over(tmp_path / "folder", Running())
+    jobs.hand_over(tmp_path / "folder", running_lab)
     for path in [tmp_path / "folder", *(tmp_path / "folder").rglob("*")]:
         assert (path.lstat().st_uid, path.lstat().st_gid) == (54321, 54322)
     assert precious.stat().st_uid == tmp_path.stat().st_uid == 0
@@ -284,6 +283,26 @@ def test_address_of_a_browser(tmp_path: Path) -> None:
     url = "https://127.0.0.1:8888/lab?token=5ecre7"
     (tmp_path / "connect-1.txt").write_text(f"1. ssh -N login\n2. open\n   {url}\n")
     assert browser.address(str(tmp_path / "connect-1.txt")) == browser.address(url) == url
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "no address"),
+        (b"the job has not started\n", "no address"),
+        (b"http://127.0.0.1:8888/lab\n", "no address"),  # an address without a token
+        (b"http://127.0.0.1:8888/lab?token=\n", "no address"),
+        (b"token=5ecre7\n", "no address"),
+        (b"\xff\xfe\x00", "cannot read"),
+        (None, "cannot read"),  # no such file
+    ],
+)
+def test_no_address_for_a_browser(tmp_path: Path, content: bytes | None, says: str) -> None:
+    """A file without an address is one line, and not a traceback."""
+    if content is not None:
+        (tmp_path / "connect-1.txt").write_bytes(content)
+    with pytest.raises(SystemExit, match=f"^browser.py: error: .*{says}"):
+        browser.address(str(tmp_path / "connect-1.txt"))
 
 
 BUILDS = {  # of PyTorch, what UV_TORCH_BACKEND asks for: what is said, and whether CI permits it

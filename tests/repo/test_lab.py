@@ -16,6 +16,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from harness import readme, runs
 from harness.jobs import hand_over, job_processes, on_this_machine_only
 from harness.launchers import ROOT, copy_example
 from harness.processes import find_processes, read_line, running, wait_until
-from lab import Lab, LabError, accounting, base, cluster, config, tracking, tree, why_not
+from lab import Lab, LabError, Wanted, accounting, base, cluster, config, faults, tracking, tree, why_not
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(why_not()), reason=str(why_not()))]
 
@@ -35,11 +36,6 @@ def namespaces(pids: Iterable[int | str]) -> set[str]:
         with contextlib.suppress(OSError):  # it has ended
             found |= {os.readlink(f"/proc/{pid}/ns/{kind}") for kind in ("net", "mnt")}
     return found
-
-
-def all_namespaces() -> set[str]:
-    """Return those that any process of this machine is in."""
-    return namespaces(path.name for path in Path("/proc").glob("[0-9]*"))
 
 
 def traces(name: str) -> list[str]:
@@ -70,7 +66,7 @@ def name() -> Iterator[str]:
     name = f"own{os.getpid()}"
     assert not traces(name)
     yield name
-    Lab(name=name).down()
+    Lab(Wanted(name=name)).down()
 
 
 def submit(lab: Lab, script: str, folder: Path, *options: str) -> str:
@@ -84,7 +80,7 @@ def submit(lab: Lab, script: str, folder: Path, *options: str) -> str:
 def test_up_and_down(name: str, tmp_path: Path) -> None:
     """Idle nodes, which differ in name and address; `down` with a job running leaves nothing; /etc stays."""
     before = etc()
-    with Lab(nodes=2, gpus=1, name=name, share=[tmp_path]) as lab:
+    with Lab(Wanted(nodes=2, gpus=1, name=name, share=[tmp_path])) as lab:
         assert lab.states() == {"node1": "idle", "node2": "idle"}
         shown = lab.run(["srun", "--nodes=2", "sh", "-c", "echo $(hostname) $(hostname -i) $(ls /tmp)"], cwd="/").stdout
         names, addresses, *_ = zip(*(line.split() for line in shown.splitlines()), strict=False)
@@ -96,14 +92,14 @@ def test_up_and_down(name: str, tmp_path: Path) -> None:
         spaces = namespaces(lab.processes()) - namespaces(["self"])
         assert len(spaces) >= 2 * 3  # of the head and two nodes
     assert not traces(name)
-    wait_until(lambda: not spaces & all_namespaces(), 60, "the end of the lab's namespaces")
+    wait_until(lambda: not spaces & namespaces(cluster.pids()), 60, "the end of the lab's namespaces")
     assert etc() == before
 
 
 OWNER = """
 import sys, time
-from lab import Lab
-with Lab(name=sys.argv[1]) as lab:
+from lab import Lab, Wanted
+with Lab(Wanted(name=sys.argv[1])) as lab:
     lab.run(["sbatch", "--nodes=2", "--output=/dev/null", "--wrap", "setsid sleep 1000 & srun sleep 1000"])
     print("up", flush=True)
     while True:  # a signal that comes just before a sleep does not cut it short
@@ -145,14 +141,14 @@ def test_interrupted_up(name: str) -> None:
 
 def test_stale_lab(name: str, tmp_path: Path) -> None:
     """A lab whose keeper was killed leaves its folder and its cgroups only, and the next `up` cleans that."""
-    lab = Lab(name=name).up()
+    lab = Lab(Wanted(name=name)).up()
     keeper = int((lab.folder / "keeper").read_text().split()[0])
     os.kill(keeper, signal.SIGKILL)
     left = [str(lab.folder), *map(str, tracking.leftovers(lab.folder.name))]
     wait_until(lambda: traces(name) == left, 60, "the end of its processes")
     with pytest.raises(LabError, match="no lab named"):
         lab.states()
-    with Lab(name=name) as fresh:
+    with Lab(Wanted(name=name)) as fresh:
         assert fresh.states() == {"node1": "idle", "node2": "idle"}
     assert not traces(name)
 
@@ -199,7 +195,7 @@ def test_umask_stays(name: str) -> None:
     """A program that starts a lab keeps its own umask."""
     before = os.umask(0o077)
     try:
-        with Lab(name=name, nodes=1):
+        with Lab(Wanted(name=name, nodes=1)):
             assert os.umask(0o077) == 0o077
     finally:
         os.umask(before)
@@ -230,8 +226,7 @@ def test_tree_of_another_users_repository(tmp_path: Path) -> None:
             os.chown(path, 12345, 12345)
         line = [sys.executable, "-c", UPDATE, str(tmp_path / "trees")]
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
-        options = {"cwd": theirs, "umask": 0o077, "env": variables, "capture_output": True, "text": True}
-        done = subprocess.run(line, **options, timeout=60)
+        done = subprocess.run(line, cwd=theirs, umask=0o077, env=variables, capture_output=True, text=True, timeout=60)
         assert (done.stdout, done.stderr) == ("0022\n", "")
         assert (made / "project" / "file").read_text() == f"{number}"
         assert stat.S_IMODE((made / "project" / "file").stat().st_mode) == 0o644
@@ -271,13 +266,8 @@ def test_made_up_number(
     student = pwd.struct_passwd(("student", "x", 1000, 1000, "", "/home/student", "/bin/sh"))
     find, names = pwd.getpwnam, {"student": student}  # a real one, as at a university: he is not taken unasked
     monkeypatch.setattr(pwd, "getpwnam", lambda name: names.get(name) or find(name))
-    account = config.Plan().account()
-    assert (account["user"], account["uid"], account["gid"], account["made_up"]) == (
-        "lab-student",
-        number,
-        number,
-        True,
-    )
+    account = config.find_account(Wanted())
+    assert (account.user, account.uid, account.gid, account.made_up) == ("lab-student", number, number, True)
 
 
 # Bytes that are no UTF-8, in what others have on this machine: the names of a process (cut inside a letter by the
@@ -307,7 +297,7 @@ lab down
 
 def test_odd_bytes_of_others(name: str, tmp_path: Path) -> None:
     """A process, a job, a mounted folder or a user whose name is no UTF-8 does not hinder a lab."""
-    line = ["unshare", "--mount", "bash", "-ec", ODD, sys.executable, name, tmp_path]
+    line = ["unshare", "--mount", "bash", "-ec", ODD, sys.executable, name, str(tmp_path)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, timeout=120)
     text = done.stdout.decode(errors="replace")
     assert done.returncode == 0 and b"Traceback" not in done.stderr, text + done.stderr.decode(errors="replace")
@@ -346,14 +336,14 @@ def test_next_way_if_no_step_can_run(name: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tracking, "MODES", {mode: tracking.MODES[mode] for mode in ("filter", "linuxproc")})
     monkeypatch.setattr(tracking, "why_not", lambda mode: None)
     monkeypatch.setattr(tracking, "write", broken)
-    with Lab(name=name, nodes=1) as lab:
+    with Lab(Wanted(name=name, nodes=1)) as lab:
         assert lab.tracking == "linuxproc"
 
 
 def test_no_devices(name: str) -> None:
     """Where root may make no device, as in a container, a lab starts without one; with --gpus one line says why not."""
     line = ["setpriv", "--bounding-set=-mknod", "--inh-caps=-mknod", sys.executable, "-m", "lab", "up", "--name", name]
-    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}
+    options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}
     done = subprocess.run([*line, "--nodes", "1"], **options)
     assert done.returncode == 0, done.stderr
     assert command("down", "--name", name).returncode == 0
@@ -363,7 +353,7 @@ def test_no_devices(name: str) -> None:
 
 def test_down_waits_its_turn(name: str) -> None:
     """`down` does not remove the folder of a lab that is just starting under the same name."""
-    lab = Lab(name=name, nodes=1).up()
+    lab = Lab(Wanted(name=name, nodes=1)).up()
     with contextlib.ExitStack() as waiting:
         waiting.enter_context(base.locked(cluster.LOCK, "", 60))
         with running([sys.executable, "-m", "lab", "down", "--name", name], cwd=ROOT) as down:
@@ -387,7 +377,7 @@ def test_nothing_waits_for_a_lock_without_a_limit(tmp_path: Path) -> None:
 
 def test_devices(name: str) -> None:
     """Everybody in a lab can use its /dev/fuse; on the machine there is no device of it, but what stands for GPUs."""
-    with Lab(name=name, nodes=1, gpus=1) as lab:
+    with Lab(Wanted(name=name, nodes=1, gpus=1)) as lab:
         lab.run(["sh", "-ec", "[ ! -e /dev/fuse ] || : <>/dev/fuse"], "node1", "/", check=True)
         devices = [path for path in lab.folder.rglob("*") if path.is_char_device()]
         assert [(path.name, path.stat().st_rdev) for path in devices] == [("gpu0", os.makedev(1, 3))]
@@ -409,7 +399,7 @@ def test_command_line(name: str) -> None:
 
 def as_written(command: str, name: str, words: str = "") -> str:
     """Return a README's command for a lab of another name, and with more words for `up`, run by this Python."""
-    command = re.sub(r"^(sudo )?python3? -m lab (\w+)", rf"{sys.executable} -m lab \2 --name {name}", command)
+    command = re.sub(r"^(sudo )?python3? -m lab ([\w-]+)", rf"{sys.executable} -m lab \2 --name {name}", command)
     return command.replace(" up ", f" up {words} ")
 
 
@@ -485,11 +475,11 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_faults(name: str, tmp_path: Path) -> None:
     """A node cut off, and one whose slurmd has stopped, go down and come back; the job on them is requeued."""
-    with Lab(nodes=3, name=name, share=[tmp_path]) as lab:
+    with Lab(Wanted(nodes=3, name=name, share=[tmp_path])) as lab:
         job = submit(lab, "srun sleep 1000", tmp_path, "--nodelist=node1", "--requeue")
         lab.wait_for_job(job, "RUNNING")
-        lab.cut("node1")
-        lab.stop("node2")
+        faults.cut(lab, "node1")
+        faults.stop_slurmd(lab, "node2")
         connect = "exec 3<>/dev/tcp/{}/6818"  # where slurmd listens
         reached = [lab.run(["timeout", "2", "bash", "-c", connect.format(node)], node="node3") for node in lab.nodes]
         assert [done.returncode == 0 for done in reached] == [False, False, True]
@@ -497,12 +487,12 @@ def test_faults(name: str, tmp_path: Path) -> None:
         lab.wait_for_node("node2", "down*", seconds=90)
         assert lab.states()["node3"] == "idle"
         lab.wait_for_job(job, "PENDING")
-        lab.heal("node1")
-        lab.start("node2")
+        faults.heal(lab, "node1")
+        faults.start_slurmd(lab, "node2")
         lab.wait_for_node("node2", "idle")
         lab.wait_for_job(job, "RUNNING", seconds=60)
         assert lab.job(job)["Restarts"] == "1"
-        lab.requeue(job)
+        faults.requeue(lab, job)
         lab.wait_for_job(job, "PENDING")
         lab.wait_for_job(job, "RUNNING", seconds=60)
         assert lab.job(job)["Restarts"] == "2"
@@ -544,7 +534,7 @@ def test_slow(name: str) -> None:
 
     `status` shows it. How much less a link has, on a busy machine, is not looked at.
     """
-    with Lab(name=name, share=on_this_machine_only(Path(sys.prefix))) as lab:
+    with Lab(Wanted(name=name, share=on_this_machine_only(Path(sys.prefix)))) as lab:
         ways = [("node1", "node2"), ("node2", "node1")]
         for rate, expected in ("100mbit", 100), ("20mbit", 20):  # the second replaces the first
             assert command("slow", "node2", rate, "--name", name).stdout == f"lab: slow node2 {rate}: done\n"
@@ -552,36 +542,41 @@ def test_slow(name: str) -> None:
             assert max(rates) < 1.15 * expected, rates
         node1, node2, *_ = command("status", "--name", name).stdout.splitlines()
         assert node2.endswith("slowed to 20Mbit") and "slowed" not in node1
-        lab.heal("node2")
+        faults.heal(lab, "node2")
         assert min(throughput(lab, *way, 50_000_000) for way in ways) > 1.15 * expected
         assert "slowed" not in command("status", "--name", name).stdout
 
 
 def test_slow_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No such rate, no such node, no program tc: one clear line, and nothing has changed."""
-    with Lab(name=name, nodes=1) as lab:
-        lab.slow("node1", "2gbit")
+    with Lab(Wanted(name=name, nodes=1)) as lab:
+        faults.slow(lab, "node1", "2gbit")
         bad = ("100", "fast", "100mb", "0mbit", "-1mbit", "1.5gbit", "1001gbit", "1gbit latency 1ms")
         for node, rate in *(("node1", rate) for rate in bad), ("node2", "1gbit"):
             refused = command("slow", "--name", name, "--", node, rate)
             assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, refused.stderr
             text = f"slow: {rate}: must be a rate such as 100mbit" if node == "node1" else "no such node: node2"
             assert text in refused.stderr
-        assert lab.rate("node1") == "2Gbit"
-        monkeypatch.setattr(cluster, "SEARCH", "/nowhere")
-        lab.heal("node1")  # needs tc only where there is a limit that tc can show
+        assert faults.rate_of(lab, "node1") == "2Gbit"
+        monkeypatch.setattr(faults, "SEARCH", "/nowhere")
+        faults.heal(lab, "node1")  # needs tc only where there is a limit that tc can show
         with pytest.raises(LabError, match=r"missing program: tc \(apt-get install .*iproute2\)"):
-            lab.slow("node1", "1gbit")
+            faults.slow(lab, "node1", "1gbit")
 
 
 def test_no_orphans(lab: Lab, tmp_path: Path) -> None:
     """What a job has started ends with it, also in a session of its own and without a parent; signals arrive."""
     script = "trap 'echo told; exit 0' USR1; (setsid sleep 1000 &) & srun sh -c 'setsid sleep 1000 & sleep 1000' & wait"
     jobs = [submit(lab, script, tmp_path, "--output=%j.out", "--signal=B:USR1@60") for _ in range(2)]
+
+    def sleeping(job: str) -> list[str]:
+        lines = lab.processes()
+        return [lines[pid] for pid in job_processes(lab, job) if lines.get(pid, "").startswith("sleep ")]
+
     for job in jobs:
         lab.wait_for_job(job, "RUNNING")
-        wait_until(lambda job=job: len(sleeps(lab, job)) >= 3, 30, f"three sleeps of job {job}")
-    lab.timelimit(jobs[0])
+        wait_until(lambda job=job: len(sleeping(job)) >= 3, 30, f"three sleeps of job {job}")
+    faults.timelimit(lab, jobs[0])
     lab.run(["scancel", jobs[1]])
     assert [lab.wait_for_job(job)["JobState"] for job in jobs] == ["COMPLETED", "CANCELLED"]
     for job in jobs:
@@ -594,7 +589,7 @@ def tracked(request: pytest.FixtureRequest, name: str, tmp_path: Path) -> Iterat
     """A lab with each of the ways to track processes that work on this machine."""
     if reason := tracking.why_not(request.param):
         pytest.skip(f"{request.param}: {reason}")
-    with Lab(nodes=2, name=name, share=on_this_machine_only(tmp_path), tracking=request.param) as lab:
+    with Lab(Wanted(nodes=2, name=name, share=on_this_machine_only(tmp_path), tracking=request.param)) as lab:
         yield lab
 
 
@@ -633,7 +628,7 @@ def test_signals_reach_tasks_only(tracked: Lab, tmp_path: Path) -> None:
     job = submit(tracked, LISTENERS, tmp_path, "--nodes=2")
     everyone = {f"{part}-{role}" for part in ("batch", "step") for role in roles}
     wait_until(lambda: lines(tmp_path / "ready") == everyone, 30, "everyone who listens")
-    tracked.timelimit(job)
+    faults.timelimit(tracked, job)
     expected = {"batch-task"}  # whatever the mode: --batch is for the shell alone
     wait_until(lambda: expected <= lines(told), 30, "USR1 in the batch shell")
     tracked.run(["scancel", "--signal=USR1", job], check=True)
@@ -675,10 +670,10 @@ def test_next_way_to_track(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking, "cgroup_conf", texts.get)
     monkeypatch.setattr(tracking, "MODES", texts)
     monkeypatch.setattr(tracking, "why_not", lambda mode: None)
-    with Lab(name=name, nodes=1) as lab:
+    with Lab(Wanted(name=name, nodes=1)) as lab:
         assert lab.tracking == "linuxproc"
     with pytest.raises(LabError, match="node1 ended"):
-        Lab(name=name, nodes=1, tracking="filter").up()
+        Lab(Wanted(name=name, nodes=1, tracking="filter")).up()
 
 
 def test_tracking_by_name(name: str) -> None:
@@ -698,7 +693,7 @@ def test_ordinary_user(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Commands and jobs are a made-up user's, with a home folder, where the current folder is root's."""
     monkeypatch.chdir("/")
     before = etc()
-    with Lab(name=name, share=on_this_machine_only(tmp_path), tracking="linuxproc") as lab:
+    with Lab(Wanted(name=name, share=on_this_machine_only(tmp_path), tracking="linuxproc")) as lab:
         assert lab.user == "lab-student" and lab.uid in config.UIDS
         expected = f"lab-student {lab.uid} lab-student lab-student lab-student {lab.home} unset file\n"
         assert lab.run(["sh", "-c", WHO], cwd="/").stdout == expected
@@ -779,7 +774,7 @@ def test_folder_that_is_not_the_users(name: str, tmp_path: Path, tmp_path_factor
         assert len(done.stderr.splitlines()) == (1 if done.returncode else 0), done.stderr
         return done.stderr
 
-    with Lab(name=name, share=on_this_machine_only(tmp_path), tracking="linuxproc") as lab:
+    with Lab(Wanted(name=name, share=on_this_machine_only(tmp_path), tracking="linuxproc")) as lab:
         assert re.search(rf"user {lab.user} cannot enter .*/closed: .*--user root", said(closed, "true"))
         assert re.search(
             rf"user {lab.user} cannot write to .*/foreign, .*--user root", said(foreign, "sbatch", "--wrap=true")
@@ -808,7 +803,8 @@ def test_packages_are_installed_meanwhile(name: str) -> None:
 
 def test_domain_and_names(name: str, tmp_path: Path) -> None:
     """Hosts may have fully qualified names, and names that resolve to nothing; SLURM works all the same."""
-    with Lab(name=name, share=on_this_machine_only(tmp_path), domain="cluster.example", tracking="linuxproc") as lab:
+    share = on_this_machine_only(tmp_path)
+    with Lab(Wanted(name=name, share=share, domain="cluster.example", tracking="linuxproc")) as lab:
         ask = ["srun", "--nodes=2", "sh", "-c", "echo $(hostname) $(hostname -s) $SLURMD_NODENAME"]
         names = sorted(lab.run(ask, cwd="/").stdout.splitlines())
         assert names == ["node1.cluster.example node1 node1", "node2.cluster.example node2 node2"]
@@ -823,35 +819,29 @@ def test_domain_and_names(name: str, tmp_path: Path) -> None:
         job = submit(lab, "srun --nodes=2 hostname", tmp_path, "--nodes=2", "--output=out")
         assert lab.wait_for_job(job)["JobState"] == "COMPLETED"
         assert sorted((tmp_path / "out").read_text().split()) == ["node1.cluster.example", "node2.cluster.example"]
-        lab.resolve("node1")
+        faults.resolve(lab, "node1")
         assert lab.run(["getent", "hosts", "node1"], node="node1", cwd="/").returncode == 0
 
 
 READMES = sorted(ROOT.glob("examples/*/README.md"))
 
 
-def no_accounting() -> str:
-    """Return why there can be no accounting on this machine, or nothing."""
-    try:
-        accounting.check()
-    except LabError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.runs("weekly")
-@pytest.mark.skipif(bool(no_accounting()), reason=no_accounting())
 def test_accounting(name: str, tmp_path: Path) -> None:
     """`sacct` shows the last slice of a requeued job, `sacct -D` both; so does `seff`, where there is one.
 
     The READMEs' command shows state, time, memory and exit status.
     """
+    try:
+        accounting.check()
+    except LabError as error:
+        pytest.skip(str(error))
     share = on_this_machine_only(tmp_path, Path(sys.prefix))
-    with Lab(name=name, share=share, accounting=True) as lab:
+    with Lab(Wanted(name=name, share=share, accounting=True)) as lab:
         script = '[[ "$SLURM_RESTART_COUNT" ]] || exec sleep 1000; srun true'
         job = submit(lab, script, tmp_path, "--requeue", "--output=/dev/null")
         lab.wait_for_job(job, "RUNNING")
-        lab.requeue(job)
+        faults.requeue(lab, job)
         assert lab.wait_for_job(job)["JobState"] == "COMPLETED"
 
         def states(*options: str) -> list[str]:
@@ -895,7 +885,7 @@ def test_accounting_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the programs, one line names them and the packages."""
     monkeypatch.setattr(accounting, "PROGRAMS", (*accounting.PROGRAMS, "no-such-program"))
     with pytest.raises(LabError, match=r"missing programs: .*no-such-program.* \(apt-get install .* mariadb-server\)"):
-        Lab(name=name, accounting=True).up()
+        Lab(Wanted(name=name, accounting=True)).up()
     assert not traces(name)
 
 
@@ -927,7 +917,7 @@ def test_tree_refused(tmp_path: Path) -> None:
 
     assert "which command?" in refused(ROOT, "made")
     assert "letters and digits" in refused(ROOT, "../made", "--", "true")
-    assert "no git repository" in refused(tmp_path, "made", "--", "true")
+    assert "not a git repository" in refused(tmp_path, "made", "--", "true")
     if shutil.which("debootstrap"):
         assert "debootstrap: " in refused(ROOT, "--mirror", "file:///nowhere", "no-such-suite", "--", "true")
     assert not (tmp_path / "trees" / "no-such-suite" / "complete").exists()
@@ -1039,9 +1029,3 @@ def test_tree(suite: str) -> None:
         assert done.stdout.count("lab-student\n") == 2 and "lab: ended" in done.stdout
     finally:
         shutil.rmtree(tree.default_folder() / suite / f"test{os.getpid()}", ignore_errors=True)
-
-
-def sleeps(lab: Lab, job: str) -> list[str]:
-    """Return the command lines of a job's sleeping processes."""
-    lines = lab.processes()
-    return [lines[pid] for pid in job_processes(lab, job) if lines.get(pid, "").startswith("sleep ")]

@@ -14,7 +14,7 @@ from harness.processes import finish
 
 def run_pytest(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run pytest as this repository has set it up, outside of CI if not told otherwise."""
-    settings = ["-c", ROOT / "pyproject.toml", "-p", "no:cacheprovider", "-q"]
+    settings = ["-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider", "-q"]
     environment = {name: value for name, value in os.environ.items() if name != "CI"} | variables
     command = [sys.executable, "-m", "pytest", *settings, *words]
     return finish(command, 120, cwd=ROOT, env=environment)

@@ -9,6 +9,7 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,10 @@ from harness.processes import finish, wait_until
 EMPTY: dict[str, str] = {}
 
 
-def bench(folder: Path, **changes: object) -> gpu_figures.Bench:
+def bench(folder: Path, **changes: Any) -> gpu_figures.Bench:
     """Return what the steps share, for a machine that is none."""
-    given = {"sizes": gpu_figures.FULL, "seconds": 5, "tiny": False, "peak": 989.4, "gpus": 1, "processes": 1}
+    given: dict[str, Any] = {"sizes": gpu_figures.FULL, "seconds": 5, "tiny": False}
+    given |= {"peak": 989.4, "gpus": 1, "processes": 1}
     return gpu_figures.Bench(out=folder, work=folder, programs=folder, variables={}, cores=16, **(given | changes))
 
 
@@ -213,10 +215,11 @@ def test_power_of_the_training_part() -> None:
 
 ABOUT = {"gpus": 1, "card": "NVIDIA H100 80GB HBM3", "driver": "580.159", "cuda": "13.0", "cores": 16}
 ABOUT |= {"python": "3.12.3", "versions": {"torch": "2.11.0"}, "started": 1_795_750_000, "matmul_tflops": 790}
-GPT = {"name": "fsdp GPT 124M bf16 --compile", "state": MEASURED, "value": 430_000.0, "unit": "tokens/s"}
+GPT: gpu_steps.Row = {"name": "fsdp GPT 124M bf16 --compile", "state": MEASURED, "value": 430_000.0, "unit": "tokens/s"}
 GPT |= {"values": [425_000.0, 430_000.0, 431_000.0], "batch": 64, "peak_share": 0.372, "torch_mb": 41_000, "watt": 640}
-PEER = {"name": "nanogpt beside GPT", "state": MEASURED, "value": 400_000.0, "unit": "tokens/s", "beside": GPT["name"]}
-TESTS = {"name": "tests fsdp", "state": FAILED, "reason": "test_mode: assert 1 | 2", "by_test": {}}
+PEER: gpu_steps.Row = {"name": "nanogpt beside GPT", "state": MEASURED, "value": 400_000.0}
+PEER |= {"unit": "tokens/s", "beside": GPT["name"]}
+TESTS: gpu_steps.Row = {"name": "tests fsdp", "state": FAILED, "reason": "test_mode: assert 1 | 2", "by_test": {}}
 TESTS |= {"counts": {"passed": 3, "failed": 1, "skipped": 2, "not ended": 0}}
 
 
@@ -354,7 +357,7 @@ def unfilled(folder: Path) -> dict[str, str]:
 @pytest.mark.timeout(1200)
 def test_tiny(tmp_path: Path) -> None:
     """On the CPU every row is filled but for those that need a GPU, by name, in four minutes on two idle cores."""
-    words = [sys.executable, "-m", "benchmarks.on_gpu", "--out", tmp_path / "out", "--tiny", *sources()]
+    words = [sys.executable, "-m", "benchmarks.on_gpu", "--out", str(tmp_path / "out"), "--tiny", *sources()]
     done = finish([*words, "--minutes", "17"], 1100, cwd=ROOT)
     left = unfilled(tmp_path / "out")
     assert all(left.pop(name).startswith(reason) for name, reason in NO_GPU.items()) and not left, left
@@ -368,10 +371,10 @@ def test_tiny(tmp_path: Path) -> None:
 def test_killed(number: signal.Signals, tmp_path: Path) -> None:
     """Killed in the middle, what was measured is on disk, whole; asked to end, it ends what runs and writes a table."""
     out = tmp_path / "out"
-    path, words = out / "results.json", ["--only", "small", "preflight", "--at-once", "1", "--work", tmp_path]
-    command = [sys.executable, "-m", "benchmarks.on_gpu", "--out", out, "--tiny", *words]
+    path, words = out / "results.json", ["--only", "small", "preflight", "--at-once", "1", "--work", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.on_gpu", "--out", str(out), "--tiny", *words]
     # With TMPDIR each of its processes names tmp_path in its environment, by which those that are left are found.
-    options = {"cwd": ROOT, "env": os.environ | {"TMPDIR": str(tmp_path)}, "stdout": subprocess.DEVNULL}
+    options: dict[str, Any] = {"cwd": ROOT, "env": os.environ | {"TMPDIR": str(tmp_path)}, "stdout": subprocess.DEVNULL}
     with subprocess.Popen(command, **options) as run:
         try:
             wait_until(lambda: path.exists() and "ddp_spawn ConvNet" in path.read_text(), 60, "the plan")
@@ -412,7 +415,7 @@ def marked(folder: Path) -> list[int]:
 def test_on_gpus_that_are_none(tmp_path: Path) -> None:
     """Two stand-ins for GPUs are found and used; what these cannot do, torch.compile, is left out by name."""
     variables = gpus.environment(gpus.build(tmp_path), tmp_path / "record")
-    words = [sys.executable, "-m", "benchmarks.on_gpu", "--out", tmp_path / "out", "--tiny", "--minutes", "20"]
+    words = [sys.executable, "-m", "benchmarks.on_gpu", "--out", str(tmp_path / "out"), "--tiny", "--minutes", "20"]
     words += ["--only", "fsdp", "vision", "small", "lora", "preflight"]
     finish(words, 1700, cwd=ROOT, env=os.environ | variables)
     left = unfilled(tmp_path / "out")

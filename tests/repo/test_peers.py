@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -54,8 +55,8 @@ CLOCKS = [Edit(7, 0, 0, f"    {CLOCK}"), Edit(8, 0, 0, f"    {CLOCK}")]
 def git(folder: Path, *words: str) -> str:
     """Run git as somebody, and return what it has printed."""
     who = ["-c", "user.name=Somebody", "-c", "user.email=somebody@example.org"]
-    words = ["git", *who, "-C", folder, *words]
-    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout
+    line = ["git", *who, "-C", str(folder), *words]
+    return subprocess.run(line, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def github(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "some/scripts", commit, ("ddp_spawn",), "python theirs.py {epochs}", files(DEVICE, *CLOCKS)
     )
 
-    def change(**changes: object) -> public_scripts.Peer:
+    def change(**changes: Any) -> public_scripts.Peer:
         return dataclasses.replace(good, **changes)
 
     table = {

@@ -23,8 +23,9 @@ from harness import outputs
 from harness.jobs import hand_over
 from harness.launchers import ROOT
 from harness.processes import read_line, running, wait_until
-from lab import Lab, why_not
+from lab import Lab, Wanted, faults, why_not
 
+PYTHON = sys._base_executable  # type: ignore[attr-defined]  # not documented: the one below any environment
 FOLDER = ROOT / "preflight"
 ROWS = ["answers", "names", "connections", "cpus", "tasks", "limits", "shared", "port", "gpus", "wheel", "clock"]
 ROWS += ["python", "reduce", "sizes", "network"]
@@ -163,15 +164,8 @@ def make(name: str, nodes: int = 2, **settings: Any) -> Iterator[Place]:
     share = [folder, tools, *(path for path in (sys.prefix, sys.base_prefix) if path.startswith("/tmp/"))]
     try:
         # As on a real cluster, where SLURM itself takes minutes to notice a dead node.
-        with Lab(
-            nodes=nodes,
-            cpus=4,
-            gpus=2,
-            name=f"{name}{os.getpid()}",
-            share=share,
-            extra_conf=["SlurmdTimeout=300"],
-            **settings,
-        ) as lab:
+        settings |= {"name": f"{name}{os.getpid()}", "share": share, "conf": ["SlurmdTimeout=300"]}
+        with Lab(Wanted(nodes, cpus=4, gpus=2, **settings)) as lab:
             yield Place(lab, folder, tools)
     finally:
         shutil.rmtree(folder)
@@ -191,7 +185,8 @@ def other_python(place: Place) -> Iterator[Callable[[str], Path]]:
 
     def environment(command: str) -> Path:
         venv = place.environment(python=place.light_python, other=f'exec {command} "$@"')
-        place.lab.bind("node2", venv / "bin/other", venv / "bin/python")
+        mount = ["mount", "--bind", str(venv / "bin/other"), str(venv / "bin/python")]
+        place.lab.run(mount, node="node2", user="root", check=True)
         mounts.append(venv / "bin/python")
         return venv
 
@@ -330,7 +325,7 @@ def test_image(place: Place) -> None:
     stand_in = """echo "apptainer $*"
     while [ "$1" != "$IMAGE" ]; do [ "$1" != "${1#--pwd=}" ] && cd "${1#--pwd=}"; shift; done
     shift; exec "$@" """
-    venv = place.environment(apptainer=stand_in, python3=f'exec {sys._base_executable} "$@"')
+    venv = place.environment(apptainer=stand_in, python3=f'exec {PYTHON} "$@"')
     (venv / "example.sif").touch()
     env = {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}", "IMAGE": f"{venv}/nothing/../example.sif"}
     jobs = [place.submit(*options, venv="nowhere", env=env) for options in ((), ("--gpus-per-node=2", "--nodes=1"))]
@@ -367,7 +362,8 @@ def test_too_few_files(place: Place) -> None:
 
 @needs_lab
 def test_folder_not_shared(place: Place) -> None:
-    place.lab.hide("node2", place.folder)
+    hide = ["mount", "-t", "tmpfs", "tmpfs", str(place.folder)]
+    place.lab.run(hide, node="node2", cwd="/", user="root", check=True)
     try:
         run = place.run(venv=place.light)
     finally:
@@ -379,7 +375,7 @@ def test_folder_not_shared(place: Place) -> None:
 
 @needs_lab
 def test_another_python(place: Place, other_python: Callable[[str], Path]) -> None:
-    run = place.run(venv=other_python(sys._base_executable))
+    run = place.run(venv=other_python(PYTHON))
     assert run.failed >= {"python"} and run.status == 1, run.log
     assert f"node2: Python {sys.version.split()[0]}" in run.rows["python"][0]
     assert "VENV" in run.rows["python"][2]
@@ -435,11 +431,11 @@ def three() -> Iterator[Place]:
 @needs_lab
 def test_slow_node(three: Place) -> None:
     """The link of one of three nodes is slow: it is named, and the others are not."""
-    three.lab.slow("node3", "100mbit")
+    faults.slow(three.lab, "node3", "100mbit")
     try:
         run = three.run("--nodes=3", venv=three.light)
     finally:
-        three.lab.heal("node3")
+        faults.heal(three.lab, "node3")
     result, status, advice = run.rows["network"]
     assert status == "WARN" and "--exclude" in advice and not run.failed, run.log
     assert (speed := re.match(r"node3 has (\d+) MB/s at most, to and from any other; else eth0 \d+ MB/s", result)), (
@@ -452,20 +448,20 @@ def test_slow_node(three: Place) -> None:
 def test_wrong_interface(three: Place) -> None:
     """Host names lead to a slow network beside a fast one: that is named, and chosen the row is well."""
     nodes = ("node1", "node2")
-    first, second = (str(three.lab._pid_of(node)) for node in nodes)
+    first, second = (str(three.lab.pid_of(node)) for node in nodes)
     cable = ["ip", "link", "add", "ib0", "type", "veth", "peer", "name", "ib0", "netns", second]
     subprocess.run(["nsenter", f"--target={first}", "--net", *cable], check=True, timeout=60)
     try:
         for number, node in enumerate(nodes, 1):
             for words in (f"address add 10.211.0.{number}/24 dev ib0", "link set ib0 up"):
                 three.lab.run(["ip", *words.split()], node=node, user="root", check=True)
-            three.lab.slow(node, "50mbit")
+            faults.slow(three.lab, node, "50mbit")
         run = three.run("--nodelist=node[1-2]", venv=three.light)
         chosen = three.run("--nodelist=node[1-2]", venv=three.light, env={"GLOO_SOCKET_IFNAME": "ib0"})
     finally:
         three.lab.run(["ip", "link", "delete", "ib0"], node="node1", user="root")
         for node in nodes:
-            three.lab.heal(node)
+            faults.heal(three.lab, node)
     result, status, advice = run.rows["network"]
     assert status == "WARN" and "export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in advice, run.log
     found = re.fullmatch(r"a job runs over eth0, (\d+) MB/s, while ib0 has (\d+)", result)
@@ -480,12 +476,12 @@ def test_cut_off(place: Place) -> None:
     log, marker = place.folder / f"preflight-{job}.out", place.folder / f".preflight-{job}.0" / "node2"
     try:
         wait_until(marker.exists, 60, "the file of node2")
-        place.lab.cut("node2")
+        faults.cut(place.lab, "node2")
         start = time.monotonic()
         wait_until(lambda: "preflight: FAIL" in log.read_text(), 60, "the table")
         print(f"named after {time.monotonic() - start:.0f} s")
     finally:
-        place.lab.heal("node2")
+        faults.heal(place.lab, "node2")
     run = place.finish(job)
     place.lab.wait_for_node("node2", "idle")
     assert {"answers", "reduce"} <= run.failed and run.status != 0, run.log
@@ -563,7 +559,7 @@ def job() -> SimpleNamespace:
 def test_started_otherwise(step: dict[str, str], problem: str) -> None:
     """Outside of a step, or in a step without the secret that run.slurm makes."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")} | step
-    words = [sys.executable, FOLDER / "preflight.py"]
+    words = [sys.executable, str(FOLDER / "preflight.py")]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith(f"preflight.py: error: {problem}") and done.stderr.count("\n") == 1
@@ -711,7 +707,7 @@ def test_gpus(
 
 ENOUGH = {"files": (1024, 524288), "locked": (8 << 20, 8 << 20), "processes": (127000, 127000), "pids": -1}
 FILES, THREADS_ADVICE = "LimitNOFILE of slurmd's service", "LimitNPROC of slurmd's service"
-LIMITS = {  # what differs from that; the status; what the row says
+LIMITS: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # what differs from that; the status; what the row says
     "usual": ({}, "ok", ["524288 open files, 127000 processes and threads, 8 MB of locked memory"]),
     "none": (
         {"files": (-1, -1), "processes": (-1, -1), "locked": (-1, -1)},

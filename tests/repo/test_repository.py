@@ -277,6 +277,31 @@ def test_rooms_can_fail() -> None:
         assert forbidden(room, text) == rooms
 
 
+CALLS = {  # of our own functions; what mypy says of it, or nothing
+    "right": ("Lab(Wanted(nodes=2)).wait_for_job(1, seconds=60)", ""),
+    "another parameter": ("Lab(nodes=2)", "Unexpected keyword argument"),
+    "another type": ("Wanted(nodes='2')", "incompatible type"),
+    "too few": ("faults.slow(Lab(), 'node2')", "Missing positional argument"),
+    "another function": ("Lab().cut('node2')", 'has no attribute "cut"'),
+    "a result that may be None": ("why_not().upper()", 'has no attribute "upper"'),
+    "of a function that is not annotated": ("[len(3) for _ in (1, 2)]", "incompatible type"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_types_can_fail(tmp_path: Path, case: str) -> None:
+    """With the settings of lint's mypy, a wrong call of a function of ours is found, here in a copy of lab/."""
+    call, says = CALLS[case]
+    shutil.copytree(ROOT / "lab", tmp_path / "lab", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    text = f"from lab import Lab, Wanted, faults, why_not\n\n\ndef call():\n    {call}\n"
+    (tmp_path / "lab" / "wrong.py").write_text(text)
+    words = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path.parent / "mypy"), "."]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == bool(says) and done.stdout.count("error:") == bool(says), done.stdout + done.stderr
+    assert says in done.stdout, done.stdout
+
+
 COLLECT = """
 import sys, pytest
 status = pytest.main(["--collect-only", "-qq", "--example=ddp_spawn", "tests"])
@@ -402,7 +427,7 @@ def blocking_copies(text: str) -> list[str]:
     found = []
     for function in ast.walk(ast.parse(text)):
         if isinstance(function, ast.FunctionDef) and function.name in EACH_STEP:
-            for call in filter(lambda node: isinstance(node, ast.Call), ast.walk(function)):
+            for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
                 keywords, what = {keyword.arg for keyword in call.keywords}, ast.unparse(call.func)
                 moved = what.endswith(".to") and ast.unparse(call.args[0]) in ("device", "accelerator.device")
                 made = what == "torch.tensor" and "device" in keywords

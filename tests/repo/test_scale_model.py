@@ -35,7 +35,7 @@ def test_collectives(n: int) -> None:
     for kind in KINDS:
         passes = 2 if kind == "all_reduce" else 1
         volume, latency = (
-            {a: collective(kind, n, *figures, a) for a in ("ring", "halving", "tree", "best")}
+            {a: collective(kind, n, *figures, algorithm=a) for a in ("ring", "halving", "tree", "best")}
             for figures in ((1.0, 0, 1.0), (0, 1.0, 1.0))
         )
         assert volume["ring"] == volume["halving"] == pytest.approx(passes * (n - 1) / n)

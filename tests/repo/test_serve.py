@@ -8,6 +8,7 @@ from argparse import Namespace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ class Answer(BaseHTTPRequestHandler):
         pass
 
 
-def server_at(serve: ModuleType, tmp_path: Path, listen: str) -> object:
+def server_at(serve: ModuleType, tmp_path: Path, listen: str) -> Any:
     """Return serve.py's server, which has not started, of a job that was submitted from this machine."""
     args = Namespace(private=tmp_path, connect=tmp_path / "connect.txt", listen=listen, login="me@login", port=0)
     return serve.Server(args)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,11 @@ SLEEPS += "print(flush=True); time.sleep(600)"
 FUNCTION = (ROOT / "sweep" / "sweep.slurm").read_text().split("\nscontrol()")[1].splitlines()[0]
 
 
+def marker(folder: Path, task: int) -> str:
+    """Return the variable by which the processes of a task are found."""
+    return f"{runs.MARKER}={folder.name}-{os.getpid()}-{task}"
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
     """A function that starts a task of an array, the first or another; squeue says that 1 and 3 live.
@@ -62,23 +68,19 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
     def begin(task: int, *words: str) -> subprocess.Popen:
         path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
         variables = {"PATH": path, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(task)}
-        variables |= dict([marker(task).split("=")])
+        variables |= dict([marker(tmp_path, task).split("=")])
         script = f'scontrol(){FUNCTION}; export -f scontrol; exec "$@"'
         command = ["bash", "-c", script, "bash", sys.executable, str(SWEEP), *words]
         pipe = subprocess.PIPE
-        options = {"stdout": pipe, "stderr": pipe, "text": True}
+        options: dict[str, Any] = {"stdout": pipe, "stderr": pipe, "text": True}
         started.append(subprocess.Popen(command, cwd=tmp_path, env=os.environ | variables, **options))
         return started[-1]
 
-    def marker(task: int) -> str:
-        return f"{runs.MARKER}={tmp_path.name}-{os.getpid()}-{task}"
-
-    begin.marker = marker
     started: list[subprocess.Popen] = []
     yield begin
-    left = [line for task in (1, 2, 3) for line in command_lines(find_processes(marker(task)))]
+    left = [line for task in (1, 2, 3) for line in command_lines(find_processes(marker(tmp_path, task)))]
     for task in (1, 2, 3):
-        end_processes(marker(task))
+        end_processes(marker(tmp_path, task))
     for process in started:
         process.communicate(timeout=60)
     assert not left, f"left running: {left}"
@@ -102,7 +104,7 @@ def test_no_trial_is_lost(tmp_path: Path, start: Callable[..., subprocess.Popen]
     words += ["--", "--hold", str(tmp_path / "go")]
     killed, log = start(2, *words), tmp_path / "output/example/trial-000/metrics.csv"
     wait_until(lambda: log.exists() and len(log.read_text().splitlines()) == 2, 60, "the first epoch")
-    end_processes(start.marker(2))  # with its run.slurm, as SLURM ends all of a task that is killed
+    end_processes(marker(tmp_path, 2))  # with its run.slurm, as SLURM ends all of a task that is killed
     killed.communicate(timeout=60)
     shutil.move(tmp_path / "output/example/trial-000.log", tmp_path / "first.log")
 
@@ -198,9 +200,9 @@ def test_stopped(sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name, value in {"ENDS": 0.3, "INSISTS": 0.5}.items():
         monkeypatch.setattr(sweep, name, value)
     killed: list[int] = []
-    sweep_os = Namespace(kill=os.kill, killpg=lambda number, _: killed.append(number) or run.kill())
-    monkeypatch.setattr(sweep, "os", sweep_os)
     with subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True, text=True) as run:
+        sweep_os = Namespace(kill=os.kill, killpg=lambda number, _: killed.append(number) or run.kill())
+        monkeypatch.setattr(sweep, "os", sweep_os)
         try:
             read_line(run, 60)
             if child:

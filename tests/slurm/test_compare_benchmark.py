@@ -19,7 +19,7 @@ def test_compare(example: str, tmp_path: Path, name: str) -> None:
     """On this machine and in the lab: the same bits and losses, plausible costs in a table, a picture."""
     from benchmarks import report  # here, since it imports matplotlib
 
-    words = [sys.executable, "-m", "benchmarks.measure", name, "--examples", example, "--output", tmp_path]
+    words = [sys.executable, "-m", "benchmarks.measure", name, "--examples", example, "--output", str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     runs = report.read_runs(tmp_path / f"{name}.csv")

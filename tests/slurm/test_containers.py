@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,8 +35,8 @@ from harness.jobs import (
 from harness.launchers import HOROVOD, ROOT, copy_example
 from harness.notebooks import Server, start
 from harness.runs import Reference, locked
-from lab import Lab, tree
-from lab.config import STUDENT, Plan
+from lab import Lab, Wanted, tree
+from lab.config import STUDENT, find_account
 
 pytestmark = [pytest.mark.slurm, pytest.mark.runs("weekly"), pytest.mark.timeout(3600)]
 UNCOMPRESSED = "-noI -noD -noF -noX"
@@ -47,7 +48,7 @@ def as_user(home: Path, *words: str) -> list[str]:
 
     Apptainer goes by the home folder that /etc/passwd names, unless it is told.
     """
-    account = pwd.getpwuid(int(Plan().account()["uid"]))
+    account = pwd.getpwuid(find_account(Wanted()).uid)
     user = ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--init-groups"]
     places = [f"APPTAINER_CONFIGDIR={home}/.apptainer", f"APPTAINER_CACHEDIR={home}/.apptainer/cache"]
     return [*user, "env", f"HOME={home}", f"USER={account.pw_name}", *places, *words]
@@ -58,7 +59,7 @@ def why_not_here() -> str | None:
     if not shutil.which("apptainer"):
         return f"needs Apptainer: {HERE}"
     try:
-        pwd.getpwuid(int(Plan().account()["uid"]))
+        pwd.getpwuid(find_account(Wanted()).uid)
     except KeyError:
         return f"needs an ordinary user who owns this folder, or is called {STUDENT}: {HERE}"
     return None
@@ -186,7 +187,7 @@ def test_what_it_sees(example: str, source: Path, lab: Lab, image: Path) -> None
         (place / "link").symlink_to("disk")
         (folder / "data").symlink_to(place / "disk")
         words = ("--data-dir", "data", "--text-file", str(place / "link"))
-        variables = {"IMAGE": str(image), "PYTHONPATH": "/elsewhere/site-packages"}
+        variables: dict[str, Any] = {"IMAGE": str(image), "PYTHONPATH": "/elsewhere/site-packages"}
         job = submit(lab, example, folder, *words, **variables).wait()
         assert "read ['found', 'found']" in job.log and "site False" in job.log, job.log
         assert (folder / "written").exists()

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ from harness.jobs import (
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
 from harness.processes import ASK_SLURM, wait_until, with_framework
 from harness.runs import Reference
-from lab import Lab, why_not
+from lab import Lab, Wanted, faults, why_not
 
 pytestmark = pytest.mark.slurm
 
@@ -49,7 +50,7 @@ def disk(session_folder: Path) -> Iterator[Path]:
     path.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512m", "tmpfs", path], check=True, timeout=60)
     # It waits for the end of its input, and so of this process, however that ends; Ctrl-C is for this one alone.
-    unmount = ["sh", "-c", 'cat; umount --lazy "$0"', path]
+    unmount = ["sh", "-c", 'cat; umount --lazy "$0"', str(path)]
     with subprocess.Popen(unmount, stdin=subprocess.PIPE, cwd="/", start_new_session=True) as after:
         yield path
     assert after.returncode == 0
@@ -59,7 +60,7 @@ def disk(session_folder: Path) -> Iterator[Path]:
 def fragile(disk: Path, session_folder: Path) -> Iterator[Lab]:
     """A lab of this module's own, since its nodes are cut off and stopped; all of them see the small disk."""
     shared = on_this_machine_only(session_folder, Path(sys.prefix))
-    with Lab(NODES, CPUS, GPUS, name=f"fragile{os.getpid()}", share=shared) as lab:
+    with Lab(Wanted(NODES, CPUS, GPUS, name=f"fragile{os.getpid()}", share=shared)) as lab:
         yield lab
 
 
@@ -102,7 +103,7 @@ def truncate(job: Job) -> None:
     assert_failed(job)
     for path in job.output.glob(LAUNCHERS[job.name].checkpoint):
         os.truncate(path, path.stat().st_size // 2)
-    job.lab.requeue(job.id)
+    faults.requeue(job.lab, job.id)
     wait_until(lambda: not job.ended, 300, "the job's return to the queue", ASK_SLURM)
 
 
@@ -114,16 +115,24 @@ def move_away(job: Job) -> None:
 
 def cut(job: Job) -> None:
     """Take the job's last node off the network until SLURM has noticed."""
-    job.lab.cut(last_node(job))
+    faults.cut(job.lab, last_node(job))
     interrupted(job)
-    job.lab.heal(last_node(job))
+    faults.heal(job.lab, last_node(job))
 
 
 def stop_slurmd(job: Job) -> None:
     """End slurmd on the job's last node until SLURM has noticed."""
-    job.lab.stop(last_node(job))
+    faults.stop_slurmd(job.lab, last_node(job))
     interrupted(job)
-    job.lab.start(last_node(job))
+    faults.start_slurmd(job.lab, last_node(job))
+
+
+class Outcome(Enum):
+    """How a job ends after a fault, without help; the values are the words of docs/faults.md."""
+
+    RECOVERS = "recovers"
+    FAILS = "fails, resumable"  # it continues when it is requeued
+    EITHER = "depends on timeouts"
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,7 @@ class Fault:
     inflict: Callable[[Job], None]
     says: str = ""  # what the log says, if the job ends
     repair: Callable[[Job], None] = lambda job: None
-    recovers: bool | None = False  # without help; else the job fails, and continues when it is requeued; None: either
+    outcome: Outcome = Outcome.FAILS
     retried: bool = False  # whether it recovers where dead processes are started again
     asked: bool = False  # whether SLURM asks the job to stop, so that one which listens loses no step
     restarts: bool = False  # whether the job has to start over, since the fault took its checkpoint
@@ -144,20 +153,24 @@ class Fault:
 FAULTS = {
     "SIGKILL to one process": Fault(kill_worker, "(SIGKILL|Killed)", retried=True, elsewhere=True),
     "SIGKILL to all processes": Fault(kill_all, "(SIGKILL|Killed)", elsewhere=True),
-    "time limit": Fault(lambda job: job.lab.timelimit(job.id), recovers=True, asked=True, elsewhere=True),
-    "preempted": Fault(lambda job: job.lab.requeue(job.id), recovers=True, asked=True, elsewhere=True),
-    "network of a node lost": Fault(cut, recovers=None, sleep=30),
-    "`slurmd` of a node stopped": Fault(stop_slurmd, recovers=True, sleep=30),
+    "time limit": Fault(
+        lambda job: faults.timelimit(job.lab, job.id), outcome=Outcome.RECOVERS, asked=True, elsewhere=True
+    ),
+    "preempted": Fault(
+        lambda job: faults.requeue(job.lab, job.id), outcome=Outcome.RECOVERS, asked=True, elsewhere=True
+    ),
+    "network of a node lost": Fault(cut, outcome=Outcome.EITHER, sleep=30),
+    "`slurmd` of a node stopped": Fault(stop_slurmd, outcome=Outcome.RECOVERS, sleep=30),
     "disk full": Fault(fill, "cannot write .*No space left", make_room),
     "checkpoint truncated": Fault(truncate, "is damaged", move_away, restarts=True),
     "output folder removed": Fault(remove_output, "cannot write .*No such file", restarts=True),
 }
 
 
-def recovers(fault: str, example: str) -> bool | None:
-    """Whether an example's job survives a fault without help."""
+def expected(fault: str, example: str) -> Outcome:
+    """How an example's job ends after a fault."""
     row = FAULTS[fault]
-    return True if row.retried and LAUNCHERS[example].job_recovers else row.recovers
+    return Outcome.RECOVERS if row.retried and LAUNCHERS[example].job_recovers else row.outcome
 
 
 def loses_no_step(fault: str, example: str) -> bool:
@@ -170,12 +183,11 @@ def table() -> str:
 
     Whether an example does so, its run.slurm says. So the titles name no example, and stay when one is added.
     """
-    words = {True: "recovers", False: "fails, resumable", None: "depends on timeouts"}
     restarted, others = [], []
     for name in EXAMPLES:
         again = re.search("--max[-_]restarts[= ]1 ", (ROOT / "examples" / name / "run.slurm").read_text())
         assert bool(again) == LAUNCHERS[name].job_recovers, name
-        cells = [words[recovers(fault, name)] + ", 0 steps lost" * loses_no_step(fault, name) for fault in FAULTS]
+        cells = [expected(fault, name).value + ", 0 steps lost" * loses_no_step(fault, name) for fault in FAULTS]
         column = restarted if again else others
         column[:] = column or cells
         assert column == cells, f"{name} differs from the others in its column: it needs one of its own"
@@ -220,8 +232,9 @@ def test_fault(
     wait_until(lambda: [*job.output.glob(saved)], 300, "the checkpoint")
     start, before = time.monotonic(), len(job.log)
     row.inflict(job)
-    going_on = recovers(fault, example)
-    if going_on is None:
+    outcome = expected(fault, example)
+    going_on = outcome is Outcome.RECOVERS
+    if outcome is Outcome.EITHER:
         running = ("RUNNING", "COMPLETING")
         wait_until(lambda: job.shown["JobState"] not in running, 60, "what SLURM makes of it", ASK_SLURM)
         going_on = not job.ended
@@ -232,7 +245,7 @@ def test_fault(
         assert re.search(row.says, job.log[before:]), job.log
         print(f"{fault}: failed {time.monotonic() - start:.0f} s later")
         row.repair(job)
-        fragile.requeue(job.id)
+        faults.requeue(fragile, job.id)
     assert_completed(job, EPOCHS, processes=None if row.elsewhere else 2)
     assert job.log.count(LAUNCHERS[example].first_line) >= 2 and ("continuing after epoch" in job.log) != row.restarts
     if loses_no_step(fault, example):

@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from harness import edits, samples
 from harness.jobs import SETTINGS, Job, hand_over, stub, submit, two_processes, wait_for_start
 from harness.launchers import copy_example
 from harness.processes import ASK_SLURM, wait_until
-from lab import Lab
+from lab import Lab, faults
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("horovod_cpu")]
 # Instead of train.py: one task of each node, of which the second comes to the fence 5 s late.
@@ -86,7 +87,7 @@ def test_language_model_with_staged_text(example: str, source: Path, lab: Lab, t
     (folder / "data").mkdir()
     (folder / "data" / "book.txt").write_text(TEXT)
     arguments = ["--text-file", "book.txt", "--context", "32", "--epochs", "1"]
-    variables = {"SCRIPT": "train_lm.py", "STAGE": "1", "DATA_DIR": "data"}
+    variables: dict[str, Any] = {"SCRIPT": "train_lm.py", "STAGE": "1", "DATA_DIR": "data"}
     job = submit(lab, example, folder, *arguments, **variables)
     assert_completed(job)
     assert re.search(rf"copied data to \S+/data-{job.id} on 2 nodes in \d+ s", job.log), job.log
@@ -111,7 +112,7 @@ def test_staged_data_is_removed(example: str, source: Path, lab: Lab, tmp_path: 
     assert staged(lab, job.id) == ["node1", "node2"]
     for node in lab.nodes:
         lab.run(["touch", f"/tmp/data-{job.id}/old"], node=node, check=True)
-    lab.requeue(job.id)
+    faults.requeue(lab, job.id)
     wait_for_start(folder, job.id, starts=2)
     assert staged(lab, job.id) == ["node1", "node2"]
     assert all(lab.run(["ls", f"/tmp/data-{job.id}/old"], node=node).returncode != 0 for node in lab.nodes)

@@ -9,7 +9,7 @@ import pytest
 
 from harness.jobs import CPUS, GPUS, NODES, assert_completed, on_this_machine_only, submit, two_processes
 from harness.launchers import copy_example
-from lab import Lab
+from lab import Lab, Wanted, faults
 
 pytestmark = pytest.mark.slurm
 
@@ -20,7 +20,7 @@ def badly_named(session_folder: Path) -> Iterator[Lab]:
     shared = on_this_machine_only(session_folder, Path(sys.prefix))
     name, domain = f"names{os.getpid()}", "cluster.example"
     loopback = {"node1": {"node1": "127.0.1.1"}}
-    with Lab(NODES, CPUS, GPUS, name=name, share=shared, domain=domain, hosts=loopback) as lab:
+    with Lab(Wanted(NODES, CPUS, GPUS, name=name, share=shared, domain=domain, hosts=loopback)) as lab:
         yield lab
 
 
@@ -33,7 +33,7 @@ def test_host_names(example: str, source: Path, badly_named: Lab, tmp_path: Path
     for case in ("loopback", "nothing"):
         if case == "nothing":
             for node in lab.nodes:
-                lab.unresolve(node)
+                faults.unresolve(lab, node)
             assert lab.run(["getent", "ahostsv4", "node1"], node="node1").returncode != 0
         folder = copy_example(source, tmp_path / case / example)
         job = submit(lab, example, folder, "--epochs", "1", options=two_processes(source))

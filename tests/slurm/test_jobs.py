@@ -26,7 +26,7 @@ from harness.jobs import (
 from harness.launchers import EXAMPLES, HOROVOD, LAUNCHERS, ROOT, copy_example
 from harness.processes import ASK_SLURM, wait_until
 from harness.runs import Reference
-from lab import Lab
+from lab import Lab, faults
 
 pytestmark = pytest.mark.slurm
 HEADERS = {
@@ -94,13 +94,14 @@ def test_no_progress(example: str, source: Path, lab: Lab, tmp_path: Path) -> No
     job = submit(lab, example, folder)
     job.wait_for_line("no progress")
     job.limit_time(40)
-    lab.timelimit(job.id)  # the notice, as SLURM would give it at some moment: a save is waited for until 20 s are left
+    # The notice, as SLURM would give it at some moment: a save is waited for until 20 s are left.
+    faults.timelimit(lab, job.id)
     wait_until(lambda: job.shown["Restarts"] == "1", 300, "the requeue", ASK_SLURM)
     job.limit_time(3600)
     before = len(job.log)
     wait_until(lambda: "no progress" in job.log[before:], 300, "the second start")
     job.limit_time(40)
-    lab.timelimit(job.id)
+    faults.timelimit(lab, job.id)
     job.wait_for_line("raise --time")
     assert job.shown["JobState"] == "RUNNING" and job.shown["Restarts"] == "1"  # for the rest of its time
     job.cancel()
@@ -179,13 +180,13 @@ def preempt_and_kill(job: Job) -> None:
         for file in job.folder.glob(pattern):
             file.write_text("raise SystemExit('the edited program')\n")
     edits.end_after_handing_over(job.folder)
-    job.lab.requeue(job.id)
+    faults.requeue(job.lab, job.id)
     wait_for_progress(job, starts=2)
     assert job.shown["Restarts"] == "1"
     kill_worker(job)
     if not recovers:
         assert_failed(job)
-        job.lab.requeue(job.id)
+        faults.requeue(job.lab, job.id)
     wait_for_progress(job, starts=3)
     assert job.shown["Restarts"] == str(1 + (not recovers))
     assert any(words in job.log for words in (["exitcode: -9"] if recovers else ["SIGKILL", "Killed"]))
@@ -242,7 +243,7 @@ def test_launcher_killed(
     job.wait_for_epoch(1)
     os.kill(starters(job)[0], signal.SIGKILL)
     assert_failed(job)
-    lab.requeue(job.id)
+    faults.requeue(lab, job.id)
     assert_completed(job, EPOCHS, processes=2)
     assert job.log.count(LAUNCHERS[example].first_line) == 2
     outputs.assert_same_run(job.output, two_process_job().output)

@@ -22,7 +22,7 @@ from harness.jobs import Job, assert_completed, assert_refused, hand_over, two_p
 from harness.launchers import LAUNCHERS, ROOT, copy_example
 from harness.notebooks import ASK, FOLDER, HEAD, NOBODY, Server, start
 from harness.processes import PIPES, read_line, running, wait_until
-from lab import Lab
+from lab import Lab, faults
 
 needs = ("sshd", "openssl")
 missing = [name for name in needs if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")]
@@ -190,7 +190,7 @@ def test_node_taken_away(lab: Lab, tmp_path: Path, how: str) -> None:
         if how == "down":  # by its administrators
             lab.run(down, cwd="/", user="root", check=True)
         else:
-            lab.stop(first.node)
+            faults.stop_slurmd(lab, first.node)
             for pid in [*first.job.processes(), *find_stepd(lab, first.job)]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -206,7 +206,7 @@ def test_node_taken_away(lab: Lab, tmp_path: Path, how: str) -> None:
         second.assert_nothing_left()
     finally:
         if how == "power":
-            lab.start(first.node)
+            faults.start_slurmd(lab, first.node)
         lab.wait_for_node(first.node, "idle", "mixed", "allocated")
 
 

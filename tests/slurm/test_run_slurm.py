@@ -31,7 +31,7 @@ from harness.jobs import (
 )
 from harness.launchers import HOROVOD, LAUNCHERS, ROOT, copy_example
 from harness.processes import wait_until
-from lab import Lab, why_not
+from lab import Lab, Wanted, faults, why_not
 
 pytestmark = pytest.mark.slurm
 
@@ -56,7 +56,7 @@ def test_failed_requeue(example: str, source: Path, lab: Lab, tmp_path: Path) ->
     folder = stub(source, tmp_path / example)
     job = submit(lab, example, folder, options=("--no-requeue",), SUCCESSORS="0")
     wait_for_start(folder, job.id)
-    lab.timelimit(job.id)
+    faults.timelimit(lab, job.id)
     job.wait_for_line("run.slurm: error: the requeue failed, see above")
     assert "run.slurm: error: no further job after 0, since SUCCESSORS is 0" in job.log
     if not LAUNCHERS[example].job_recovers:  # it trains for the rest of its time
@@ -133,7 +133,7 @@ def strict_lab(session_folder: Path) -> Iterator[Lab]:
     if reason := why_not():
         pytest.skip(reason)
     shared = on_this_machine_only(session_folder, Path(sys.prefix))
-    with Lab(NODES, CPUS, 2 * GPUS, name=f"strict{os.getpid()}", share=shared) as lab:
+    with Lab(Wanted(NODES, CPUS, 2 * GPUS, name=f"strict{os.getpid()}", share=shared)) as lab:
         (lab.folder / "job_submit.lua").write_text(NEVER_REQUEUE)
         with open(lab.folder / "slurm.conf", "a") as conf:  # not before the script is there: slurmctld would not start
             conf.write("JobSubmitPlugins=lua\n")
@@ -152,7 +152,7 @@ def next_job(lab: Lab, folder: Path, job: str, log: Path) -> str:
     """Have a job come near its time limit where it cannot be requeued, and end; return the job that goes on."""
     said = re.compile(rf"SLURM refuses to requeue job {job}: job (\d+) will continue it, in {log}\n")
     starts = log.read_text().count("started [")
-    lab.timelimit(job)
+    faults.timelimit(lab, job)
     wait_until(lambda: said.search(log.read_text()), 300, f"the successor of job {job}")
     successor = said.search(log.read_text())[1]
     if not LAUNCHERS[folder.name].job_recovers:  # it trains to the very end of its time
@@ -188,7 +188,7 @@ def test_successors(strict_lab: Lab, example: str, source: Path, tmp_path: Path)
     assert len({*started}) == 1 and "'--epochs', '7', '--text', 'two words'" in started[0], started
     assert f"'--output-dir', 'output/{first}'" in started[0] and strict_lab.job(other)["JobState"] == "RUNNING"
 
-    strict_lab.timelimit(second)
+    faults.timelimit(strict_lab, second)
     line = "run.slurm: error: no further job after 1, since SUCCESSORS is 1"
     wait_until(lambda: line in log.read_text(), 300, "the end of the chain")
     for task in (first, other):
@@ -206,7 +206,7 @@ def test_successor_without_progress(strict_lab: Lab, example: str, source: Path,
     if not LAUNCHERS[example].stops_at_a_step:  # it waits for a save until 20 s before its end; as will the next job
         job.limit_time(100)
     second = next_job(strict_lab, folder, job.id, log := folder / f"{example}-{job.id}.out")
-    strict_lab.timelimit(second)
+    faults.timelimit(strict_lab, second)
     wait_until(lambda: "no new checkpoint since the last restart" in log.read_text(), 300, "the end of the chain")
     (job.output / "finish").touch()
     strict_lab.wait_for_job(second)
@@ -220,7 +220,7 @@ def test_successor_not_needed(strict_lab: Lab, example: str, source: Path, tmp_p
     folder = stub(source, tmp_path / example)
     job = submit(strict_lab, example, folder)
     wait_for_start(folder, job.id)
-    strict_lab.timelimit(job.id)
+    faults.timelimit(strict_lab, job.id)
     job.wait_for_line("will continue it")
     successor = re.search(r"job (\d+) will continue it", job.log)[1]
     (job.output / "finish").touch()
@@ -253,7 +253,7 @@ def test_program_of_its_start(example: str, source: Path, lab: Lab, tmp_path: Pa
     for file in files:
         file.write_text("VALUE = 2" if file.suffix == ".py" else "2")
     edits.edit(folder / "train.py", "import os, sys, time", "sys.exit('the edited program')")
-    lab.requeue(job.id)
+    faults.requeue(lab, job.id)
     wait_for_start(folder, job.id, starts=2)
     code = f"output/{job.id}/code-{job.id}"
     (line,) = re.findall(

@@ -13,7 +13,7 @@ import pytest
 from harness import outputs
 from harness.jobs import SETTINGS, Job, hand_over, on_this_machine_only
 from harness.launchers import ROOT, copy_example
-from lab import Lab, why_not
+from lab import Lab, Wanted, why_not
 
 pytestmark = [
     pytest.mark.slurm,
@@ -33,7 +33,8 @@ def test_scaling(example: str, source: Path, tmp_path: Path) -> None:
     copy_example(source, tmp_path / "examples" / example)
     hand_over(tmp_path)  # the job writes its results there, too
     shared = on_this_machine_only(tmp_path, Path(sys.prefix))
-    with Lab(nodes=2, cpus=5, name=f"scaling{os.getpid()}", share=shared) as lab:  # one CPU for scaling.slurm itself
+    # One CPU is for scaling.slurm itself.
+    with Lab(Wanted(nodes=2, cpus=5, name=f"scaling{os.getpid()}", share=shared)) as lab:
         words = ["sbatch", "--parsable", "scaling.slurm", "--nodes", "2", "1", "--rounds", "1", "--epochs", "2"]
         job = Job(lab, "scaling", folder, lab.run(words, cwd=folder, env=SETTINGS).stdout.strip())
         job.wait()

@@ -16,7 +16,7 @@ from harness import outputs, readme
 from harness.jobs import SETTINGS, hand_over, job_processes, slowed
 from harness.launchers import ROOT
 from harness.processes import ASK_SLURM, command_lines, wait_until
-from lab import Lab, why_not
+from lab import Lab, faults, why_not
 
 pytestmark = [
     pytest.mark.slurm,
@@ -60,7 +60,7 @@ def test_eight_trials(example: str, source: Path, lab: Lab, tmp_path: Path) -> N
 
     kept = trial_of(1)  # the other task's: it is stopped near the time limit, and requeued
     wait_until((output(kept) / "checkpoint.pt").exists, 300, "an epoch of the task that is to be stopped")
-    lab.timelimit(f"{array}_1")
+    faults.timelimit(lab, f"{array}_1")
     wait_until(lambda: lab.job(f"{array}_1")["Restarts"] == "1", 300, "the requeue", ASK_SLURM)
     state = lab.wait_for_job(f"{array}_1", seconds=900)["JobState"]
     log = logs[1].read_text()

@@ -25,7 +25,7 @@ from harness.jobs import (
 from harness.launchers import LAUNCHERS, copy_example
 from harness.processes import wait_until
 from harness.runs import Reference
-from lab import Lab
+from lab import Lab, Wanted, faults
 
 pytestmark = pytest.mark.slurm
 multinode = pytest.mark.only("torchrun_multinode", "accelerate")
@@ -43,7 +43,7 @@ def other_lab(lab: Lab, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
     """A lab of this test's own, made with the keyword arguments that the test gives as its parameter."""
     shared = on_this_machine_only(tmp_path.parent, Path(sys.prefix))
     settings = {"nodes": NODES, "cpus": CPUS, "gpus": GPUS} | getattr(request, "param", {})
-    with Lab(name=f"other{os.getpid()}", share=shared, **settings) as other:
+    with Lab(Wanted(name=f"other{os.getpid()}", share=shared, **settings)) as other:
         yield other
 
 
@@ -84,7 +84,7 @@ def test_asked_to_stop(other_lab: Lab, example: str, source: Path, tmp_path: Pat
 
 @multinode
 @often
-@pytest.mark.parametrize("other_lab", [{"extra_conf": PARTITIONS}], indirect=True)
+@pytest.mark.parametrize("other_lab", [{"conf": PARTITIONS}], indirect=True)
 def test_preempted(
     other_lab: Lab, example: str, source: Path, two_process_job: Callable[[], Reference], tmp_path: Path
 ) -> None:
@@ -111,7 +111,7 @@ def test_preempted(
 @pytest.mark.runs("weekly")
 @multinode
 @often
-@pytest.mark.parametrize("other_lab", [{"extra_conf": PARTITIONS}], indirect=True)
+@pytest.mark.parametrize("other_lab", [{"conf": PARTITIONS}], indirect=True)
 def test_other_nodes(other_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
     """--nodes=1-2 takes both nodes, and after a preemption the one that is free: in fp64 the same to a rounding."""
     words = ["--precision", "fp64", "--epochs", "3", "--global-batch", "96"]
@@ -150,7 +150,7 @@ def test_long_save(example: str, source: Path, lab: Lab, tmp_path: Path) -> None
     job = submit(lab, example, folder, options=(*two_processes(source), "--signal=B:USR1@180"))
     job.wait_for_epoch(1)
     job.limit_time(180)
-    lab.timelimit(job.id)  # the notice, which SLURM would give at some moment of the next minute
+    faults.timelimit(lab, job.id)  # the notice, which SLURM would give at some moment of the next minute
     job.wait_for_line("stopped by a signal after")
     job.limit_time(3600)  # of the next start, too
     assert_stopped_once(job)
@@ -173,7 +173,7 @@ def test_long_evaluation(example: str, source: Path, lab: Lab, tmp_path: Path) -
     job = submit(lab, example, folder, options=(*two_processes(source), "--signal=B:USR1@180"))
     wait_until(lambda: (job.output / "evaluating").exists() or job.ended, 300, "the second evaluation")
     job.limit_time(180)
-    lab.timelimit(job.id)
+    faults.timelimit(lab, job.id)
     job.wait_for_line("stopped by a signal after", seconds=100)
     job.limit_time(3600)  # of the next start, too
     assert_stopped_once(job)

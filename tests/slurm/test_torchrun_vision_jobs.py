@@ -10,7 +10,7 @@ from harness import edits
 from harness.jobs import hand_over, submit
 from harness.launchers import copy_example
 from harness.processes import wait_until
-from lab import Lab
+from lab import Lab, faults
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("torchrun_vision")]
 
@@ -32,7 +32,7 @@ def test_predictions(lab: Lab, example: str, source: Path, tmp_path: Path) -> No
     job = submit(lab, example, folder, *words, SCRIPT="predict.py")
     for parts in (4, 8):
         wait_until(lambda parts=parts: len([*job.output.glob("parts/0*.csv")]) == parts, 300, f"{parts} parts")
-        lab.timelimit(job.id)
+        faults.timelimit(lab, job.id)
     job.wait()
     assert job.shown["Restarts"] == "2" and "8 of them done before" in job.log, job.log
     assert job.shown["JobState"] == "COMPLETED" and "4 processes on 2 nodes" in job.log, job.log
