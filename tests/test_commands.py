@@ -108,20 +108,22 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
     "jupyter/README.md": {
         "VENV=../examples/ddp_spawn/.venv sbatch run.slurm": NOTEBOOKS + "test_only_for_its_owner",
         "cat jupyter-*.out": NOTEBOOKS + "test_only_for_its_owner",
-        "python usage.py ~/project/output/1234": "test_results.py::test_what_a_run_has_used",
-        "python REPOSITORY/jupyter/export.py output --to tensorboard --store output/tensorboard": (
-            "test_export.py::test_tensorboard"
-        ),
-        "python REPOSITORY/jupyter/export.py output --to mlflow --store output/mlflow": (
-            "test_export.py::test_mlflow_and_wandb"
-        ),
-        "python REPOSITORY/jupyter/export.py output --to wandb --store output/wandb": (
-            "test_export.py::test_mlflow_and_wandb"
-        ),
         "apptainer exec example.sif python3 -m venv --system-site-packages .venv": (
             "slurm/test_containers.py::test_notebook"
         ),
         "IMAGE=example.sif sbatch run.slurm": "slurm/test_containers.py::test_notebook",
+    },
+    "runs/README.md": {
+        "python usage.py ~/project/output/1234": "test_results.py::test_what_a_run_has_used",
+        "python REPOSITORY/runs/export.py output --to tensorboard --store output/tensorboard": (
+            "test_export.py::test_tensorboard"
+        ),
+        "python REPOSITORY/runs/export.py output --to mlflow --store output/mlflow": (
+            "test_export.py::test_mlflow_and_wandb"
+        ),
+        "python REPOSITORY/runs/export.py output --to wandb --store output/wandb": (
+            "test_export.py::test_mlflow_and_wandb"
+        ),
     },
     "CONTRIBUTING.md": {
         "cp -r examples/torchrun_multinode examples/NAME": ADDING,

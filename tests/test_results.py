@@ -1,4 +1,4 @@
-"""jupyter/results.ipynb: it runs to its end on what each example has written, and shows the numbers that are there."""
+"""runs/results.ipynb: it runs to its end on what each example has written, and shows the numbers that are there."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # each process of the tests imports this file, and few run a 
     from matplotlib.figure import Figure
     from nbformat import NotebookNode
 
-NOTEBOOK = ROOT / "jupyter" / "results.ipynb"
+NOTEBOOK = ROOT / "runs" / "results.ipynb"
 # What is asked at the end of the notebook, in its kernel: only there is the example's framework imported.
 PROBE = """
 import json

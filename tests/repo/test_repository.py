@@ -234,7 +234,8 @@ ARROWS: dict[str, set[str]] = {
     "common": set(),
     "examples": {"common"},
     "preflight": set(),
-    "jupyter": {"common"},  # that of the run's example
+    "jupyter": set(),
+    "runs": {"common"},  # that of the run's example
     "sweep": set(),
     "lab": set(),
     "harness": {"common", "lab"},
