@@ -238,10 +238,11 @@ ARROWS: dict[str, set[str]] = {
     "runs": {"common"},  # that of the run's example
     "sweep": set(),
     "lab": set(),
+    "fake_gpus": set(),
     "harness": {"common", "lab"},
     "benchmarks": {"common", "harness", "lab"},
     "studies": {"benchmarks", "common", "harness", "lab"},
-    "tests": {"benchmarks", "common", "harness", "lab", "studies"},
+    "tests": {"benchmarks", "common", "fake_gpus", "harness", "lab", "studies"},
 }
 
 
