@@ -10,5 +10,6 @@ zero_memory  the same at each of DeepSpeed's ZeRO stages
 images       what reading image files costs
 lora         what LoRA saves beside training all weights
 saving       how often to save, by formulas and by a simulation of failures; its CSV file is here
+step_model   how long a step takes on 1 to 1,000 nodes, by a model; step_model_check has it beside nodes of the lab
 adapters     LoRA in a few lines, for memory and network
 """
