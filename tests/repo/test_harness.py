@@ -332,8 +332,8 @@ def noxfile() -> dict[str, Any]:
 
 
 REFUSED_BY_NOX = {  # the platform, and what follows `--`
-    "no release": ("linux", ["--torch"], "--torch: which release? One of 2.6.0"),
-    "no release, last": ("linux", ["-k", "bad", "--torch"], "--torch: which release?"),
+    "no release": ("linux", ["--torch"], "--torch : choose from 2.6.0"),
+    "no release, last": ("linux", ["-k", "bad", "--torch"], "--torch : choose from 2.6.0"),
     "no such release": ("linux", ["--torch", "1.0"], "--torch 1.0: choose from 2.6.0"),
     "macOS": ("darwin", [], "so they need Linux"),
     "Windows": ("win32", [], "so they need Linux"),
