@@ -123,7 +123,7 @@ def test_shipped_notebook() -> None:
 @pytest.mark.runs("patterns")
 def test_notebook(example: str, finished: Path, tmp_path: Path) -> None:
     """Each cell runs in a kernel, says nothing on stderr, and shows what the run has; the numbers are the run's."""
-    images = LAUNCHERS[example].learns[0] == "test_accuracy"
+    images = LAUNCHERS[example].metric == "test_accuracy"
     cells = execute(finished, tmp_path / "ipython", *[PROBE] * images, "results.find_runs('nowhere')")
     *cells, last = cells
     ((name, trace),) = [(output.ename, output.traceback) for output in last.outputs]
