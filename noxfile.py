@@ -5,21 +5,24 @@
 """The checks of this repository: `nox -l` lists them, `nox -s smoke` runs the tests on a laptop."""
 
 import functools
-import importlib.util
+import json
 import os
 import re
-import runpy
 import shutil
 import sys
 import tempfile
-from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
+from typing import NamedTuple
 
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit("noxfile.py: error: the examples need Python 3.11 to 3.13: run nox with one")
 
 import nox  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # where `nox` itself does not look for modules
+from harness import copies  # noqa: E402
+from harness.launchers import EXAMPLES, LAUNCHERS, copy_example  # noqa: E402
 
 if os.geteuid() == 0:
     os.umask(0o022)  # the lab's jobs, another user's, read the environments that root makes
@@ -29,30 +32,7 @@ nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["sync", "lint", "repo", "smoke"]
 
-ROOT = Path(__file__).resolve().parent
-EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
-assert EXAMPLES, "no examples/*/train.py found"
 every_example = nox.parametrize("example", EXAMPLES, ids=EXAMPLES)
-
-
-def ours(module: str) -> ModuleType:
-    """Import a module of this repository, which is not installed anywhere.
-
-    The program `nox` leaves this folder off the path on which Python looks for modules, and a plain import at the top
-    would also need the tests where only `sync` is asked for. So the module's package is loaded here, from its folder.
-    """
-    package = module.partition(".")[0]
-    if package not in sys.modules:
-        spec = PathFinder.find_spec(package, [str(ROOT)])
-        sys.modules[package] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[package])
-    return importlib.import_module(module)
-
-
-def releases() -> dict[str, str]:
-    """Return other releases of PyTorch to test with, preflight's and one more, and the torchvision of each."""
-    wheels = [wheel for *_, wheel in runpy.run_path(str(ROOT / "preflight" / "verdict.py"))["NVIDIA"] if wheel]
-    return {torch: torchvision for torch, torchvision, _ in wheels} | {"2.9.1": "0.24.1"}
 
 
 def install(session: nox.Session, folder: Path) -> None:
@@ -63,12 +43,19 @@ def install(session: nox.Session, folder: Path) -> None:
         session.run("bash", str(folder / "install.sh"), external=True)
 
 
-# What runs the tests of an example: the marks of those, where they are, and how many run at once.
+class Kind(NamedTuple):
+    """What pytest is told to run: tests with which marks, in which files, and how many at once."""
+
+    marks: str
+    paths: list[str]
+    at_once: int
+
+
 KINDS = {
-    "smoke": ("not slurm and not weekly and not gpu", ["--ignore=tests/slurm", "tests"], 3),
-    "slurm": ("slurm and not weekly", ["tests/slurm"], 3),
-    "weekly": ("weekly and not gpu", ["tests"], 2),
-    "gpu": ("gpu", ["tests/test_gpu.py"], 1),
+    "smoke": Kind("not slurm and not weekly and not gpu", ["--ignore=tests/slurm", "tests"], at_once=3),
+    "slurm": Kind("slurm and not weekly", ["tests/slurm"], at_once=3),
+    "weekly": Kind("weekly and not gpu", ["tests"], at_once=2),
+    "gpu": Kind("gpu", ["tests/test_gpu.py"], at_once=1),
 }
 
 
@@ -78,50 +65,53 @@ def references() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="references-")
 
 
-def other_release(session: nox.Session, folder: Path, release: str) -> None:
-    """Have an example's requirements.txt pin another release of PyTorch."""
+def releases() -> dict[str, str]:
+    """Return other releases of PyTorch to test with, and the torchvision of each: preflight's, and one more."""
+    table = json.loads((ROOT / "preflight" / "releases.json").read_text())
+    wheels = [row["wheel"] for row in table["nvidia"] if row["wheel"]] + [table["tested_besides"]]
+    return {torch: torchvision for torch, torchvision, _ in wheels}
+
+
+def other_release(session: nox.Session, folder: Path) -> list[str]:
+    """Have requirements.txt pin the PyTorch of `-- --torch 2.9.1`; return what else follows `--`, which is pytest's."""
+    arguments = list(session.posargs)
+    if "--torch" not in arguments:
+        return arguments
+    at = arguments.index("--torch")
+    release = "".join(arguments[at + 1 : at + 2])
     if release not in releases():
         session.error(f"--torch {release}: choose from {', '.join(releases())}")
     pins = (folder / "requirements.txt").read_text()
     pins = re.sub(r"^torch==\S+", f"torch=={release}", pins, flags=re.MULTILINE)
     pins = re.sub(r"^torchvision==\S+", f"torchvision=={releases()[release]}", pins, flags=re.MULTILINE)
     (folder / "requirements.txt").write_text(pins)
+    return arguments[:at] + arguments[at + 2 :]
 
 
 def run_tests(session: nox.Session, example: str, kind: str) -> None:
-    """Copy an example out of the repository, install it there, and run its tests of a kind.
-
-    `-- --torch 2.9.1` takes another release of PyTorch; all else that follows `--` goes to pytest.
-    """
+    """Copy an example out of the repository, install it there, and run its tests of a kind."""
     if sys.platform != "linux":
         session.error("the tests find the processes of a run in /proc, so they need Linux; `train` does not")
-    marks, paths, at_once = KINDS[kind]
-    arguments = list(session.posargs)
     with tempfile.TemporaryDirectory(prefix=f"{example}-") as temporary:
-        folder = ours("harness.launchers").copy_example(ROOT / "examples" / example, Path(temporary, example))
-        if "--torch" in arguments:
-            at = arguments.index("--torch")
-            if at + 1 == len(arguments):
-                session.error(f"--torch: which release? One of {', '.join(releases())}")
-            other_release(session, folder, arguments[at + 1])
-            del arguments[at : at + 2]
+        folder = copy_example(ROOT / "examples" / example, Path(temporary, example))
+        arguments = other_release(session, folder)
         install(session, folder)
         # Before the tests' packages are there, which could hide that the example lacks one. It also compiles the
         # modules: processes that start together would each do so, and jobs, another user's, could not keep them.
         session.run("python", str(folder / "train.py"), "--help", silent=True)
         if kind == "smoke":
             session.run("python", "-m", "harness.reference", example, str(folder), references().name)
-        if not ours("harness.copies").uses_torch(folder):
+        if not LAUNCHERS[example].pytorch:
             session.install("-r", "examples/ddp_spawn/requirements.txt")  # the tests compute with PyTorch
         session.install("-r", "tests/requirements.txt")
         options = [f"--example={example}", f"--folder={folder}", f"--references={references().name}"]
-        pytest(session, marks, at_once, *options, *paths, *arguments)
+        pytest(session, KINDS[kind], *options, *arguments)
 
 
-def pytest(session: nox.Session, marks: str, at_once: int, *arguments: str) -> None:
+def pytest(session: nox.Session, kind: Kind, *arguments: str) -> None:
     """Run pytest with several processes, which take work from each other."""
-    options = [f"--numprocesses={at_once}", "--dist=worksteal", "--durations=10", "--durations-min=5"]
-    session.run("pytest", "-m", marks, *options, *arguments)
+    options = [f"--numprocesses={kind.at_once}", "--dist=worksteal", "--durations=10", "--durations-min=5"]
+    session.run("pytest", "-m", kind.marks, *options, *kind.paths, *arguments)
 
 
 @nox.session
@@ -135,7 +125,7 @@ def train(session: nox.Session) -> None:
     install(session, folder)
     if "--resume" not in arguments:
         shutil.rmtree(folder / "output" / "nox", ignore_errors=True)  # its own: the others are of SLURM jobs
-    launcher = ours("harness.launchers").LAUNCHERS[example]
+    launcher = LAUNCHERS[example]
     session.chdir(folder)
     if launcher.prepare:
         session.run(*launcher.prepare.split())
@@ -153,7 +143,9 @@ def smoke(session: nox.Session, example: str) -> None:
 @every_example
 def slurm(session: nox.Session, example: str) -> None:
     """Start a SLURM of two nodes on this machine and submit each example's run.slurm, unmodified (needs root)."""
-    if reason := ours("lab").why_not():
+    from lab import why_not
+
+    if reason := why_not():
         session.skip(reason)
     run_tests(session, example, "slurm")
 
@@ -182,14 +174,14 @@ def repo(session: nox.Session) -> None:
     if "--matrix" in session.posargs:
         session.run("pytest", "--collect-only", "--quiet", *session.posargs, success_codes=[0, 5])
         return
-    arguments = [word for word in session.posargs if word != "--weekly"]
-    pytest(session, f"repo and {'weekly' if '--weekly' in session.posargs else 'not weekly'}", 3, *arguments)
+    marks = "repo and weekly" if "--weekly" in session.posargs else "repo and not weekly"
+    pytest(session, Kind(marks, [], at_once=3), *[word for word in session.posargs if word != "--weekly"])
 
 
 def measure(session: nox.Session, *arguments: str) -> None:
     """Install what all examples of PyTorch need together, and run a module of benchmarks/."""
     for example in EXAMPLES:
-        if ours("harness.copies").uses_torch(ROOT / "examples" / example):
+        if LAUNCHERS[example].pytorch:
             install(session, ROOT / "examples" / example)
     session.install("-r", "tests/requirements.txt", "-r", "benchmarks/requirements.txt")
     session.run("python", "-m", *arguments)
@@ -224,7 +216,7 @@ def bench(session: nox.Session) -> None:
         measure(session, "benchmarks.measure", "throughput", *arguments)
         return
     session.install("-r", "benchmarks/requirements-peers.txt")
-    alone = [name for name in EXAMPLES if not ours("harness.copies").uses_torch(ROOT / "examples" / name)]
+    alone = [name for name in EXAMPLES if not LAUNCHERS[name].pytorch]
     venvs = [f"--venv={name}={own_environment(session, name)}" for name in alone]
     measure(session, "benchmarks.peers", *venvs, *arguments)
 
@@ -232,7 +224,6 @@ def bench(session: nox.Session) -> None:
 @nox.session(python=False)
 def sync(session: nox.Session) -> None:
     """Check that what several examples have is the same: common/, plumbing/, four files (`-- --fix`)."""
-    copies = ours("harness.copies")
     if "--fix" in session.posargs:
         copies.fix(ROOT)
     if wrong := copies.differences(ROOT):

@@ -93,8 +93,8 @@ def make_bench(args: argparse.Namespace, work: Path, programs: Path) -> Bench:
     if args.wheels:
         packages = install(args.wheels, programs / "packages")
         variables["PYTHONPATH"] = ":".join(filter(None, [str(packages), os.environ.get("PYTHONPATH", "")]))
-    if "FAKE_CUDA_DEVICES" in os.environ:
-        variables["FAKE_CUDA_DEVICES"] = os.environ["FAKE_CUDA_DEVICES"]
+    if "FAKE_GPUS" in os.environ:
+        variables["FAKE_GPUS"] = os.environ["FAKE_GPUS"]
     return Bench(
         out=args.out,
         work=work,

@@ -54,8 +54,11 @@ class Launcher:
 
     # What its default run trains, and what train.py is like.
     first_line: str = "ConvNet on digits"  # what the first line that a run prints begins with
-    learns: tuple[str, str, float] = ("test_accuracy", ">=", 0.96)  # a column of metrics.csv: its bound at the end
-    train_loss: tuple[float, float] = (1, 0.2)  # above the one in the first epoch, below the other in the last
+    metric: str = "test_accuracy"  # the column of metrics.csv that says what was learnt
+    at_least: float = 0.96  # the bound of an accuracy, at the end
+    at_most: float = 0.0  # the bound of a loss
+    first_above: float = 1.0  # than which the training loss of the first epoch is higher
+    last_below: float = 0.2  # than which that of the last epoch is lower
     checkpoint: str = "checkpoint.pt"  # or a pattern that names one file of it
     epoch_start: str = "    start = time.perf_counter()\n"  # the line of train.py where an epoch begins
     torchvision: bool = False  # whether its framework imports it, asked for or not; transformers does where it is there
@@ -86,14 +89,15 @@ class Launcher:
         return bool(self.meets)
 
     @property
-    def metric(self) -> str:
+    def words(self) -> str:
         """The words that stand before what the run learns in the lines that it prints."""
-        return PRINTED[self.learns[0]][0]
+        return PRINTED[self.metric][0]
 
     def has_learnt(self, row: dict[str, float], tolerance: float = 0) -> bool:
         """Return whether a row of metrics.csv keeps the bound, or misses it by no more than `tolerance`."""
-        column, direction, bound = self.learns
-        return row[column] >= bound - tolerance if direction == ">=" else row[column] <= bound + tolerance
+        if self.metric == "test_accuracy":
+            return row[self.metric] >= self.at_least - tolerance
+        return row[self.metric] <= self.at_most + tolerance
 
 
 LAUNCHERS = {
@@ -131,8 +135,10 @@ LAUNCHERS = {
         processes_in_job=4,
         lines=335,
         first_line="TinyGPT on a random source",
-        learns=("test_loss", "<=", 2.2235 + 0.1),  # the source's entropy, and what may be missing
-        train_loss=(2.6, 2.3),
+        metric="test_loss",
+        at_most=2.2235 + 0.1,  # the source's entropy, and what may be missing
+        first_above=2.6,
+        last_below=2.3,
         checkpoint="checkpoint/epoch*/__0_0.distcp",
         global_batch=16,
         epoch_start='    start = time.perf_counter() - progress["seconds"]\n',
@@ -187,8 +193,10 @@ LAUNCHERS = {
         processes_in_job=4,
         lines=335,
         first_line="LlamaForCausalLM in model on text.txt",
-        learns=("test_loss", "<=", 4.35),
-        train_loss=(5, 4.4),
+        metric="test_loss",
+        at_most=4.35,
+        first_above=5,
+        last_below=4.4,
         global_batch=8,
         prepare="python make_model.py",
         model="adapter/adapter_model.safetensors",
@@ -215,8 +223,9 @@ LAUNCHERS = {
         fp16=True,
         lines=335,
         first_line="resnet18 on images",
-        learns=("test_accuracy", ">=", 0.7),
-        train_loss=(1.3, 1),
+        at_least=0.7,
+        first_above=1.3,
+        last_below=1,
         global_batch=32,
         prepare="python make_images.py",
         epoch_start='    start = time.perf_counter() - progress["seconds"]\n',

@@ -260,12 +260,17 @@ def assert_continued(output: Path, step: int) -> None:
 
 
 def kill_and_resume(
-    example: str, folder: Path, reference: Reference, kills: list[Callable[[str, Run], object]], *arguments: object
+    example: str,
+    folder: Path,
+    reference: Reference,
+    kills: list[Callable[[str, Run], object]],
+    *arguments: object,
+    **variables: str,
 ) -> Run:
     """Kill a run at a random moment in each of these ways, resume it each time, and compare its end with the reference.
 
-    Return the last run. Each run may do two epochs, so that on a fast machine, too, none is over before its kill. The
-    variable KILL_SEED repeats the moments of an earlier test, as far as a machine can.
+    Return the last run, which has the variables. Each run may do two epochs, so that on a fast machine, too, none is
+    over before its kill. The variable KILL_SEED repeats the moments of an earlier test, as far as a machine can.
     """
     seed = os.environ.get("KILL_SEED") or str(random.randrange(10**6))
     print(f"the moments of the kills: KILL_SEED={seed} in the environment repeats them")
@@ -280,7 +285,7 @@ def kill_and_resume(
         time.sleep(0.6 * moments.random())  # a random moment: in a step, an evaluation, a save, or after them all
         kill(example, run)
     (folder / HOLD).unlink()
-    run = train(example, folder, 2, *arguments, "--resume", PYTHONPROFILEIMPORTTIME="1")
+    run = train(example, folder, 2, *arguments, "--resume", **variables)
     assert_same_run(folder / "output", reference.output)
     return run
 

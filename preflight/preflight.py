@@ -39,6 +39,7 @@ IMPORT_SECONDS, REDUCE_SECONDS = 110, 20  # torch is slow to load the first time
 SHARED_SECONDS = 10  # for a file to show up on the other nodes
 MEGABYTES = 8  # of the all-reduced tensor
 SIZES = [2**power for power in range(10, 31, 2)]  # bytes that are all-reduced to see how speed goes by size
+REPEATS = 4  # all-reduces of each size
 SIZES_SECONDS = 12  # for all of them, with each backend: no size is begun that would take longer
 STREAM_SECONDS, STREAMS_SECONDS = 0.3, 20  # how long one node sends to another, and to all others
 MOST_PEERS, MOST_INTERFACES = 16, 4  # to which a node sends: with many nodes to the next ones
@@ -243,9 +244,9 @@ class Head:
         """Return the tasks that are lost, or owe an answer in the present round."""
         begun = [name for name in ROUNDS if 0 in self.posts[name]]
         answered = set(self.posts[begun[-1]]) if begun else {0}
-        return (set(range(self.job.world)) - answered) | (
-            self.lost & self.waiting_for - set(self.posts[list(ROUNDS)[-1]])
-        )
+        owing = set(range(self.job.world)) - answered
+        unfinished = self.waiting_for - set(self.posts[list(ROUNDS)[-1]])
+        return owing | (self.lost & unfinished)
 
 
 class Guest:
@@ -560,13 +561,14 @@ def try_sizes(world: int, torch: Any, dist: Any, group: Any, device: Any) -> dic
     seconds: dict[int, float] = {}
     end, last = time.monotonic() + SIZES_SECONDS, 0.0
     for size in SIZES:
-        willing = 4 * size <= memory and time.monotonic() + 4 * (4 * last) < end  # four times, of four times the size
-        vote = (torch.ones if willing else torch.zeros)(1, device="cpu")
+        expected = 4 * last  # seconds of an all-reduce of four times the size
+        willing = 4 * size <= memory and time.monotonic() + REPEATS * expected < end
+        vote = torch.ones(1, device="cpu") if willing else torch.zeros(1, device="cpu")
         dist.all_reduce(vote, group=None)
         if vote[0].item() != world:  # all end with the same size
             break
         tensor, times = torch.ones(size // 4, device=device), []
-        for _ in range(4):
+        for _ in range(REPEATS):
             start = time.perf_counter()
             dist.all_reduce(tensor, group=group)
             tensor[0].item()  # waits for the GPU

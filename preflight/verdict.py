@@ -8,11 +8,13 @@ can say one of the two.
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 Row = tuple  # (result, status, advice)
@@ -24,16 +26,12 @@ STAFF = "ask the cluster's staff"
 NETWORKS = [("1 GbE", 118), ("10 GbE", 1177), ("25 GbE", 2942), ("100 GbE", 11_768), ("InfiniBand HDR", 25_000)]
 NETWORKS += [("InfiniBand NDR", 50_000), ("NVLink of an A100", 300_000), ("NVLink of an H100", 450_000)]
 
-# The table "Which PyTorch" of the repository's docs/environments.md: (torch, torchvision, UV_TORCH_BACKEND).
-PINS, CPU = ("2.15.0", "0.29.2", ""), ("2.15.0", "0.29.2", "cpu")  # those of every requirements.txt
-AMD = ("2.13.0", "0.28.0", "rocm7.2")
-NVIDIA = [  # the first row that fits: driver below, compute capability below
-    (450, 99, None),
-    (525, 99, ("2.6.0", "0.21.0", "cu118")),
-    (999, 7.5, ("2.14.0", "0.29.0", "cu126")),  # the last for V100 and older
-    (580, 10, ("2.14.0", "0.29.0", "cu126")),
-    (580, 99, ("2.11.0", "0.26.0", "cu128")),  # Blackwell
-    (999, 99, PINS),
+# The table "Which PyTorch" of the repository's docs/environments.md: each wheel is (torch, torchvision,
+# UV_TORCH_BACKEND). `pins` are those of every requirements.txt; of NVIDIA's the first row that fits counts.
+RELEASES = json.loads(Path(__file__).with_name("releases.json").read_text())
+PINS, CPU, AMD = (tuple(RELEASES[name]) for name in ("pins", "cpu", "amd"))
+NVIDIA = [
+    (row["driver_below"], row["capability_below"], row["wheel"] and tuple(row["wheel"])) for row in RELEASES["nvidia"]
 ]
 BEFORE_TURING = re.compile(r"[VP]100|\b(P4|P40|M40)\b|TITAN V|GTX (9|10)\d\d")  # capability below 7.5
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 pytest.register_assert_rewrite("harness")  # so that an assertion that fails there, too, shows its values
-from harness import gpus, runs  # noqa: E402
+import fake_gpus  # noqa: E402
+from harness import runs  # noqa: E402
 from harness.jobs import CPUS, GPUS, NODES, cancel_left, on_this_machine_only  # noqa: E402
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, Launcher, copy_example  # noqa: E402
 from harness.reference import reference as make_reference  # noqa: E402
@@ -35,7 +36,7 @@ PERMITTED_SKIPS = (
     r"needs (Apptainer|an ordinary user .*): ",  # weekly: test_other_slurm.py runs these tests in a Debian that has it
     r"this machine has Apptainer: ",  # and this is what that says otherwise
     r"needs a GPU: ",
-    r"the stand-in for CUDA knows PyTorch ",  # and `-- --torch` takes another
+    r"the fake GPUs know PyTorch ",  # and `-- --torch` takes another
     r"UV_TORCH_BACKEND=\w+: ",  # a build of PyTorch without CUDA that was asked for, not one that came by mistake
     r"this SLURM is packaged without its PMIx plugin",  # weekly: one of the other Debians
 )
@@ -238,9 +239,9 @@ def kept(pytestconfig: pytest.Config, session_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def built(kept: Path) -> Path:
-    """The stand-in for CUDA, compiled once for all examples."""
-    with runs.locked(kept / "fake-cuda.lock"):
-        return gpus.build(kept)
+    """The fake GPUs, compiled once for all examples."""
+    with runs.locked(kept / "fake-gpus.lock"):
+        return fake_gpus.build(kept)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from harness.launchers import HOROVOD, LAUNCHERS, ROOT, copy_example
 
 NEEDS = re.compile(r"# needs (the internet|a cluster|a GPU)\b")
 LAB, HOROVOD_JOBS = "repo/test_lab.py::", "slurm/test_horovod_cpu_jobs.py::"
-PREFLIGHT, SCALE = "repo/test_preflight.py::test_", "repo/test_scale_model.py::test_"
+PREFLIGHT, MODEL = "repo/test_preflight.py::test_", "repo/test_step_model.py::test_"
 LARGE = "test_large_data.py::test_"
 PINS = "repo/test_pins.py::test_command"
 NOTEBOOKS, ADDING = "slurm/test_jupyter.py::", "repo/test_adding_an_example.py::test_added"
@@ -50,12 +50,12 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         "python -m benchmarks.largest_batch ddp_spawn --limit 1200": "test_largest_batch.py::test_on_the_cpu",
     },
     "docs/scale.md": {
-        "python -m benchmarks.scale": SCALE + "page",
-        "python -m benchmarks.scale --parts 7B --nodes 1 64 1000": SCALE + "page",
-        "python -m benchmarks.scale --cluster ethernet --nodes 1 2 8 64 1000": SCALE + "page",
-        "python -m benchmarks.scale --published": SCALE + "page",
-        "torchrun --nproc-per-node=2 -m benchmarks.scale --measure here.json": SCALE + "own_figures",
-        "python -m benchmarks.scale --cluster here.json": SCALE + "own_figures",
+        "python -m studies.step_model": MODEL + "page",
+        "python -m studies.step_model --parts 7B --nodes 1 64 1000": MODEL + "page",
+        "python -m studies.step_model --cluster ethernet --nodes 1 2 8 64 1000": MODEL + "page",
+        "python -m studies.step_model --published": MODEL + "page",
+        "torchrun --nproc-per-node=2 -m studies.step_model --measure here.json": MODEL + "own_figures",
+        "python -m studies.step_model --cluster here.json": MODEL + "own_figures",
     },
     "docs/horovod.md": {
         "HOROVOD_TIMELINE=timeline.json "
@@ -103,20 +103,22 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
     "jupyter/README.md": {
         "VENV=../examples/ddp_spawn/.venv sbatch run.slurm": NOTEBOOKS + "test_only_for_its_owner",
         "cat jupyter-*.out": NOTEBOOKS + "test_only_for_its_owner",
-        "python usage.py ~/project/output/1234": "test_results.py::test_what_a_run_has_used",
-        "python REPOSITORY/jupyter/export.py output --to tensorboard --store output/tensorboard": (
-            "test_export.py::test_tensorboard"
-        ),
-        "python REPOSITORY/jupyter/export.py output --to mlflow --store output/mlflow": (
-            "test_export.py::test_mlflow_and_wandb"
-        ),
-        "python REPOSITORY/jupyter/export.py output --to wandb --store output/wandb": (
-            "test_export.py::test_mlflow_and_wandb"
-        ),
         "apptainer exec example.sif python3 -m venv --system-site-packages .venv": (
             "slurm/test_containers.py::test_notebook"
         ),
         "IMAGE=example.sif sbatch run.slurm": "slurm/test_containers.py::test_notebook",
+    },
+    "runs/README.md": {
+        "python usage.py ~/project/output/1234": "test_results.py::test_what_a_run_has_used",
+        "python REPOSITORY/runs/export.py output --to tensorboard --store output/tensorboard": (
+            "test_export.py::test_tensorboard"
+        ),
+        "python REPOSITORY/runs/export.py output --to mlflow --store output/mlflow": (
+            "test_export.py::test_mlflow_and_wandb"
+        ),
+        "python REPOSITORY/runs/export.py output --to wandb --store output/wandb": (
+            "test_export.py::test_mlflow_and_wandb"
+        ),
     },
     "CONTRIBUTING.md": {
         "cp -r examples/torchrun_multinode examples/NAME": ADDING,

@@ -67,8 +67,7 @@ def test_default_run(example: str, reference: Reference) -> None:
     assert [row["epoch"] for row in rows] == list(range(1, EPOCHS + 1))
     assert all(row["world_size"] == 2 and row["seconds"] > 0 and row["samples_per_second"] > 0 for row in rows)
     assert launcher.has_learnt(rows[-1])
-    above, below = launcher.train_loss
-    assert rows[-1]["train_loss"] < below < above < rows[0]["train_loss"]
+    assert rows[-1]["train_loss"] < launcher.last_below < launcher.first_above < rows[0]["train_loss"]
     if launcher.convnet:
         outputs.assert_exact_metrics(reference.output)
 
@@ -77,10 +76,11 @@ def test_default_run(example: str, reference: Reference) -> None:
         rf"2 processes on 1 node, {launcher.backend} on cpu, \d+ threads? each, global batch {launcher.global_batch}"
     )
     assert sum(bool(re.fullmatch(f"{re.escape(launcher.first_line)}: {shape}", line)) for line in lines) == 1
-    column, (words, unit, factor, digits) = launcher.learns[0], PRINTED[launcher.learns[0]]
+    words, unit, factor, digits = PRINTED[launcher.metric]
     epoch = rf"epoch +(\d+)/{EPOCHS} \| train loss ([\d.]+) .* {words} +([\d.]+){unit}"
     values = [tuple(map(float, match.groups())) for match in map(re.compile(epoch).search, lines) if match]
-    expected = [(row["epoch"], round(row["train_loss"], 4), round(row[column] * factor, digits)) for row in rows]
+    shown = [round(row[launcher.metric] * factor, digits) for row in rows]
+    expected = [(row["epoch"], round(row["train_loss"], 4), value) for row, value in zip(rows, shown, strict=True)]
     assert values == expected
     assert sum(f"finished: {words}" in line for line in lines) == 1
     waited = r"; waited for others: rank (\d) on \S+ [\d.]+ s \(the slowest\) to rank (\d) [\d.]+ s"
@@ -182,7 +182,7 @@ def test_killed_and_resumed(example: str, folder: Path, reference: Reference) ->
     kills: list[Callable[[str, runs.Run], object]] = [runs.kill_one] * LAUNCHERS[example].pattern + [runs.kill_all]
     if LAUNCHERS[example].pytorch:
         edits.note_order(folder)
-    run = runs.kill_and_resume(example, folder, reference, kills)
+    run = runs.kill_and_resume(example, folder, reference, kills, PYTHONPROFILEIMPORTTIME="1")
     if LAUNCHERS[example].pytorch:
         samples.assert_order(folder, EPOCHS)
         noted, horovod = folder / "timeouts", "horovod" in example
@@ -444,7 +444,8 @@ def test_another_number_of_processes(example: str, folder: Path, tmp_path: Path)
     wanted = samples.used(folder, 0, range(3))
     found: dict[int, list[int]] = {epoch: [] for epoch in range(3)}
     for number in (1, 2, 3):  # of an epoch in which a run was killed, nothing counts
-        for epoch, indices in samples.used(folder, number, range(3 if steps or number == 3 else number)).items():
+        complete = launcher.stops_at_a_step or number == 3
+        for epoch, indices in samples.used(folder, number, range(3 if complete else number)).items():
             found[epoch] += indices
     for epoch in range(3):
         assert sorted(found[epoch]) == wanted[epoch] and len(wanted[epoch]) == len(set(wanted[epoch])) > 0

@@ -4,6 +4,8 @@ The functions of plumbing/ are the same in all examples, so most are called righ
 """
 
 import ast
+import contextlib
+import io
 import json
 import pickle
 import shutil
@@ -299,7 +301,7 @@ def reference_command(example: str) -> list[str]:
     return LAUNCHERS[example].command(2)
 
 
-# ---- What the programs of jupyter/ read ----
+# ---- What the programs of runs/ read ----
 
 HEAD = "epoch,train_loss,test_loss,test_accuracy,samples_per_second,seconds,world_size\n"
 ROWS = [f"{epoch},1.5,1.25,0.5,100.0,2.0,2\n" for epoch in (1, 2)]
@@ -321,8 +323,17 @@ METRICS: dict[str, tuple[str | bytes | None, int, str | None]] = {
 
 
 @pytest.fixture(scope="module")
-def jupyter() -> dict[str, ModuleType]:
-    return {name: outputs.import_file(ROOT / "jupyter" / f"{name}.py") for name in ("usage", "results", "export")}
+def programs() -> dict[str, ModuleType]:
+    """The modules of runs/ that read what a run has written."""
+    return {name: outputs.import_file(ROOT / "runs" / f"{name}.py") for name in ("reader", "usage", "results")}
+
+
+def found_by(programs: dict[str, ModuleType], top: Path) -> list[tuple[list[Any], list[str]]]:
+    """Return the runs that the reader finds, with the files that it leaves out, and the same of the notebook."""
+    by_reader = programs["reader"].find_runs(top, {"epoch", "train_loss", "seconds"})
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        runs = programs["results"].find_runs(top)
+    return [by_reader, (runs, said.getvalue().splitlines())]
 
 
 def put(path: Path, content: str | bytes | None) -> None:
@@ -335,21 +346,15 @@ def put(path: Path, content: str | bytes | None) -> None:
 
 
 @pytest.mark.parametrize("case", METRICS)
-def test_damaged_metrics(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], jupyter: dict[str, ModuleType], case: str
-) -> None:
-    """results.py and export.py take whole rows of metrics.csv, no part of a number, and name what they leave out."""
+def test_damaged_metrics(tmp_path: Path, programs: dict[str, ModuleType], case: str) -> None:
+    """The reader takes whole rows of metrics.csv, no part of a number; it and the notebook name what is left out."""
     content, count, says = METRICS[case]
     put(tmp_path / "a" / "metrics.csv", content)
     put(tmp_path / "b" / "metrics.csv", HEAD + "".join(ROWS))
-    for module in (jupyter["results"], jupyter["export"]):
-        found = {run.name: len(run.rows) for run in module.find_runs(tmp_path)}
-        assert found == ({"a": count} if count else {}) | {"b": 2}, found
-        said = capsys.readouterr()
-        (lines := (said.out + said.err).splitlines())
-        assert len(lines) == (says is not None) and all("a/metrics.csv" in line and says in line for line in lines), (
-            lines
-        )
+    for runs, lines in found_by(programs, tmp_path):
+        assert {run.name: len(run.rows) for run in runs} == ({"a": count} if count else {}) | {"b": 2}
+        assert len(lines) == (says is not None), lines
+        assert all("a/metrics.csv" in line and says in line for line in lines), lines
 
 
 USED = {"host": "n1", "seconds": 10.0, "core_seconds": 15.0, "cores": 2, "mb": 100}
@@ -367,32 +372,28 @@ RUNS = RECORDS | {
 
 @pytest.mark.parametrize("case", RUNS)
 def test_damaged_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], jupyter: dict[str, ModuleType], case: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], programs: dict[str, ModuleType], case: str
 ) -> None:
     """A damaged run.json is named in one line; the rows of metrics.csv and the logs of devices are shown without it."""
     put(tmp_path / "a" / "metrics.csv", HEAD + "".join(ROWS))
     put(tmp_path / "a" / "run.json", RUNS[case])
-    for module in (jupyter["results"], jupyter["export"]):
-        (run,) = module.find_runs(tmp_path)
+    for (run,), (line,) in found_by(programs, tmp_path):
         assert len(run.rows) == 2 and run.facts == {} and run.settings == {}
-        said = capsys.readouterr()
-        (line,) = (said.out + said.err).splitlines()
         assert "a/run.json" in line
     with pytest.raises(SystemExit, match="is no --output-dir of a run"):
-        jupyter["usage"].report(tmp_path / "a")
+        programs["usage"].report(tmp_path / "a")
     put(tmp_path / "a" / "usage-n1.txt", "\n1800000000.00 1.0\n0, 90, 30000, 300.00, 1700, 0x0000000000000004\n")
     put(tmp_path / "a" / "usage-n2.txt", None)  # a folder
-    jupyter["usage"].report(tmp_path / "a")
+    programs["usage"].report(tmp_path / "a")
     said = capsys.readouterr()
     assert "n1    gpu0" in said.out and "run.json: left out (" in said.err and "usage-n2.txt cannot be read" in said.err
 
 
-def test_good_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], jupyter: dict[str, ModuleType]) -> None:
+def test_good_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], programs: dict[str, ModuleType]) -> None:
     """Nothing is said of good files."""
     put(tmp_path / "metrics.csv", HEAD + "".join(ROWS))
     put(tmp_path / "run.json", json.dumps(RUN))
-    for module in (jupyter["results"], jupyter["export"]):
-        (run,) = module.find_runs(tmp_path)
-        assert run.facts["stops"] == RUN["stops"] and not "".join(capsys.readouterr())
-    jupyter["usage"].report(tmp_path)
+    for (run,), lines in found_by(programs, tmp_path):
+        assert run.facts["stops"] == RUN["stops"] and not lines
+    programs["usage"].report(tmp_path)
     assert "1.5 of 2" in capsys.readouterr().out

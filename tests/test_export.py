@@ -1,4 +1,4 @@
-"""jupyter/export.py: a run while it runs and after it, read back by the tool's own reader or from its own file."""
+"""runs/export.py: a run while it runs and after it, read back by the tool's own reader or from its own file."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from harness.launchers import ROOT
 from harness.runs import Reference
 
 pytestmark = pytest.mark.only("torchrun_vision")  # whose environment has TensorBoard
-PAGE = ROOT / "jupyter" / "README.md"
+PAGE = ROOT / "runs" / "README.md"
 TOOLS = ("tensorboard", "mlflow", "wandb")
 
 
@@ -80,6 +80,8 @@ def test_bad_input(example: str, tmp_path: Path) -> None:
         command = [sys.executable, program, *words, "--store", "store"]
         refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert refused.returncode == 2 and says in refused.stderr.splitlines()[-1], refused.stderr
+        said = "export.py: left out, as damaged or of another program: metrics.csv (ValueError"
+        assert (said in refused.stderr) == says.startswith("no run in .")
         assert not (tmp_path / "store").exists()
 
 

@@ -1,7 +1,7 @@
 """On the GPUs of this machine, over NCCL: each example that uses GPUs keeps its promises there. For `nox -s gpu`.
 
-With STAND_IN=FOLDER in the environment they run on two GPUs that are none, harness/gpus.py, built in that folder: so
-test_gpu_stand_in.py knows that these tests themselves work.
+With FAKE_GPUS_FOLDER=FOLDER in the environment they run on two fake GPUs, built in that folder: so test_fake_gpus.py
+knows that these tests themselves work.
 """
 
 import importlib
@@ -13,22 +13,23 @@ from pathlib import Path
 
 import pytest
 
-from harness import gpus, outputs, runs
+import fake_gpus
+from harness import outputs, runs
 from harness.launchers import LAUNCHERS, copy_example
 from harness.runs import Reference
 
 # As PyTorch counts them, for whose import there is no reason where there are none.
-STAND_IN = os.environ.get("STAND_IN")
-COUNT = importlib.import_module("torch").cuda.device_count() if shutil.which("nvidia-smi") else 2 * bool(STAND_IN)
+FAKE = os.environ.get("FAKE_GPUS_FOLDER")
+COUNT = importlib.import_module("torch").cuda.device_count() if shutil.which("nvidia-smi") else 2 * bool(FAKE)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.only("gpus"),
     pytest.mark.skipif(not COUNT, reason="needs a GPU: CUDA and NCCL are not tested here"),
 ]
 VISIBLE = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(COUNT)))}  # by default the tests hide them
-if STAND_IN:
-    VISIBLE = gpus.environment(gpus.build(Path(STAND_IN)), Path(STAND_IN) / "record")
-real = pytest.mark.skipif(bool(STAND_IN), reason="needs a GPU: the stand-in has no driver to ask, and no kernels")
+if FAKE:
+    VISIBLE = fake_gpus.environment(fake_gpus.build(Path(FAKE)), Path(FAKE) / "record")
+real = pytest.mark.skipif(bool(FAKE), reason="needs a GPU: fake ones have no driver to ask, and no kernels")
 
 
 def train(example: str, folder: Path, *arguments: object, **environment: str) -> Reference:
@@ -39,7 +40,7 @@ def train(example: str, folder: Path, *arguments: object, **environment: str) ->
     assert all(process["gpu_mb"] > 0 for process in used)
     import torch
 
-    name = "stand-in" if STAND_IN else torch.cuda.get_device_name(0)
+    name = "fake GPU" if FAKE else torch.cuda.get_device_name(0)
     print(f"{example} {' '.join(map(str, arguments))}: {name} x {COUNT}")
     print(*used, outputs.read_metrics(folder / "output")[-1], sep="\n")
     return Reference(folder / "output", run.stdout)

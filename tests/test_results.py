@@ -1,4 +1,4 @@
-"""jupyter/results.ipynb: it runs to its end on what each example has written, and shows the numbers that are there."""
+"""runs/results.ipynb: it runs to its end on what each example has written, and shows the numbers that are there."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # each process of the tests imports this file, and few run a 
     from matplotlib.figure import Figure
     from nbformat import NotebookNode
 
-NOTEBOOK = ROOT / "jupyter" / "results.ipynb"
+NOTEBOOK = ROOT / "runs" / "results.ipynb"
 # What is asked at the end of the notebook, in its kernel: only there is the example's framework imported.
 PROBE = """
 import json
@@ -123,7 +123,7 @@ def test_shipped_notebook() -> None:
 @pytest.mark.runs("patterns")
 def test_notebook(example: str, finished: Path, tmp_path: Path) -> None:
     """Each cell runs in a kernel, says nothing on stderr, and shows what the run has; the numbers are the run's."""
-    images = LAUNCHERS[example].learns[0] == "test_accuracy"
+    images = LAUNCHERS[example].metric == "test_accuracy"
     cells = execute(finished, tmp_path / "ipython", *[PROBE] * images, "results.find_runs('nowhere')")
     *cells, last = cells
     ((name, trace),) = [(output.ename, output.traceback) for output in last.outputs]

@@ -85,7 +85,7 @@ FOREIGN = {
     "nox": "environment force-python no-download",
     "others": "arch backend-store-uri bandwidth classic dereference latency listen local-dir logdir login version yes",
 }
-OWN = ["lab", "preflight", "sweep", "jupyter", "benchmarks", "studies", "tests", "harness"]
+OWN = ["lab", "preflight", "sweep", "jupyter", "runs", "benchmarks", "studies", "tests", "harness"]
 
 
 @functools.cache

@@ -209,7 +209,8 @@ def repository(tmp_path: Path) -> Path:
     left_out = shutil.ignore_patterns("output", "data", ".venv", "__pycache__")
     for name in (*copies.FOLDERS, "examples", "harness"):
         shutil.copytree(ROOT / name, tmp_path / "copy" / name, ignore=left_out)
-    shutil.copy(ROOT / "noxfile.py", tmp_path / "copy")
+    for name in ("noxfile.py", ".gitignore"):
+        shutil.copy(ROOT / name, tmp_path / "copy")
     return tmp_path / "copy"
 
 

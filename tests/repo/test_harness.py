@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from harness import browser, edits, gpus, jobs, launchers, runs
+import fake_gpus
+from harness import browser, edits, jobs, launchers, runs
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, copy_example
 from harness.processes import (
     clean_environment,
@@ -319,10 +320,10 @@ BUILDS = {  # of PyTorch, what UV_TORCH_BACKEND asks for: what is said, and whet
 def test_build_without_cuda(monkeypatch: pytest.MonkeyPatch, build: str, asked: str) -> None:
     """Without CUDA the GPU lines are not executed: in CI that is a failure, unless such a build was asked for."""
     says, permitted = BUILDS[build, asked]
-    monkeypatch.setattr(gpus, "KNOWN", "2.15.0")
-    monkeypatch.setattr(gpus, "version", lambda _: f"2.15.0{build}")
+    monkeypatch.setattr(fake_gpus, "KNOWN", "2.15.0")
+    monkeypatch.setattr(fake_gpus, "version", lambda _: f"2.15.0{build}")
     monkeypatch.setenv("UV_TORCH_BACKEND", asked)
-    reason = gpus.why_not()
+    reason = fake_gpus.why_not()
     assert reason.startswith(says) and bool(reason) == bool(says)
     assert not reason or any(re.match(pattern, reason) for pattern in PERMITTED_SKIPS) == permitted
 
@@ -350,8 +351,8 @@ def noxfile() -> dict[str, Any]:
 
 
 REFUSED_BY_NOX = {  # the platform, and what follows `--`
-    "no release": ("linux", ["--torch"], "--torch: which release? One of 2.6.0"),
-    "no release, last": ("linux", ["-k", "bad", "--torch"], "--torch: which release?"),
+    "no release": ("linux", ["--torch"], "--torch : choose from 2.6.0"),
+    "no release, last": ("linux", ["-k", "bad", "--torch"], "--torch : choose from 2.6.0"),
     "no such release": ("linux", ["--torch", "1.0"], "--torch 1.0: choose from 2.6.0"),
     "macOS": ("darwin", [], "so they need Linux"),
     "Windows": ("win32", [], "so they need Linux"),

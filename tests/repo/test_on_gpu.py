@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+import fake_gpus
 from benchmarks import gpu_checks, gpu_figures, gpu_peers, gpu_steps, gpu_table, on_gpu, on_gpu_files
 from benchmarks.gpu_steps import FAILED, LEFT_OUT, MEASURED, Results, Step
-from harness import gpus
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
 from harness.processes import finish, wait_until
+from tests.test_gpu import assert_one_gpu_each
 
 EMPTY: dict[str, str] = {}
 
@@ -137,7 +138,7 @@ def test_words_are_flags(tmp_path: Path) -> None:
         ("NVIDIA A100-SXM4-40GB", 312),
         ("NVIDIA L40S", 362),
         ("NVIDIA L4", 121),
-        ("stand-in", None),
+        ("fake GPU", None),
     ],
 )
 def test_peak(card: str, peak: float | None) -> None:
@@ -411,15 +412,22 @@ def marked(folder: Path) -> list[int]:
 
 @pytest.mark.runs("weekly")
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(bool(gpus.why_not()), reason=gpus.why_not())
-def test_on_gpus_that_are_none(tmp_path: Path) -> None:
-    """Two stand-ins for GPUs are found and used; what these cannot do, torch.compile, is left out by name."""
-    variables = gpus.environment(gpus.build(tmp_path), tmp_path / "record")
-    words = [sys.executable, "-m", "benchmarks.on_gpu", "--out", str(tmp_path / "out"), "--tiny", "--minutes", "20"]
+@pytest.mark.skipif(bool(fake_gpus.why_not()), reason=fake_gpus.why_not())
+def test_on_fake_gpus(tmp_path: Path) -> None:
+    """Two fake GPUs are found and used; what these cannot do, torch.compile, is left out by name."""
+    variables = fake_gpus.environment(fake_gpus.build(tmp_path), tmp_path / "record")
+    words = [sys.executable, "-m", "benchmarks.on_gpu", "--out", tmp_path / "out", "--tiny", "--minutes", "20"]
     words += ["--only", "fsdp", "vision", "small", "lora", "preflight"]
     finish(words, 1700, cwd=ROOT, env=os.environ | variables)
     left = unfilled(tmp_path / "out")
-    left = {name: reason for name, reason in left.items() if "the stand-in for GPUs compiles nothing" not in reason}
+    left = {name: reason for name, reason in left.items() if "the fake GPUs compile nothing" not in reason}
     assert left == {"power": "there is no nvidia-smi"}
     rows = {row["name"]: row for row in gpu_table.load([tmp_path / "out"])[1]}
     assert rows["sanity"]["gpus"] == 2 and rows["ddp_spawn ConvNet bf16"]["torch_mb"] > 0
+
+
+def test_one_gpu_each_can_fail() -> None:
+    """A process that nvidia-smi lists on two GPUs is noticed."""
+    assert_one_gpu_each("1, GPU-a\n2, GPU-b\n3, GPU-b\n")
+    with pytest.raises(AssertionError, match="several GPUs"):
+        assert_one_gpu_each("1, GPU-a\n2, GPU-b\n1, GPU-b\n")

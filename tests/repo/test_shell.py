@@ -376,7 +376,7 @@ def test_temporary_folder(tmp_path: Path, folder: str) -> None:
 def test_no_check_is_an_assert() -> None:
     """No shipped Python file has an assert: with PYTHONOPTIMIZE=1, or python -O, it would check nothing."""
     found = []
-    for room in ("examples", "common", "plumbing", "jupyter", "sweep", "preflight"):
+    for room in ("examples", "common", "plumbing", "jupyter", "runs", "sweep", "preflight"):
         for path in (ROOT / room).rglob("*.py"):
             relative = path.relative_to(ROOT)
             if not {".venv", "output", "__pycache__"} & set(relative.parts):

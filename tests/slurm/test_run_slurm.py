@@ -65,7 +65,7 @@ def test_failed_requeue(example: str, source: Path, lab: Lab, tmp_path: Path) ->
     assert job.wait().shown["JobState"] == ("FAILED" if LAUNCHERS[example].job_recovers else "COMPLETED")
 
 
-USAGE = ROOT / "jupyter" / "usage.py"
+USAGE = ROOT / "runs" / "usage.py"
 SMI = {
     "nvidia-smi": """#!/bin/sh
 for id in $(echo "$2" | tr , ' '); do echo "$id, 90, 30000, 300.00, 1700, 0x0000000000000004"; done

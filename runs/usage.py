@@ -4,94 +4,20 @@ It reads run.json, in which each process has written at its end what it has used
 of plumbing.sh appends what nvidia-smi, rocm-smi and the kernel print. It needs nothing but Python.
 """
 
-import csv
-import json
-import os
 import re
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-HEAD = ["until", "node", "processes", "time", "cores used", "memory MB", "GPU MB", "read MB"]
+import reader
+
 DEVICES = ["node", "device", "busy %", "memory MB", "power W", "clock MHz", "slowed", "energy Wh"]
 MEASURED = ["busy", "memory_mb", "watts", "mhz"]
 # What NVIDIA's driver says of why a GPU is slower than it could be: bits of nvmlClocksEventReasons that cost speed.
 SLOWED = {0x04: "power", 0x08: "hardware", 0x20: "heat", 0x40: "heat", 0x80: "power supply"}
 # The columns of rocm-smi that have what is measured, by their titles, which differ between releases.
 AMD = [r"GPU use \(%\)", r"VRAM Total Used Memory", r".*Package Power \(W\)", r"sclk clock speed"]
-SKIPPED = {"site-packages", "node_modules", "__pycache__"}  # folders without runs, with very many files
-
-
-def clock(seconds: float) -> str:
-    """Return a time as 1:23:45."""
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-
-
-def nodes(run: dict[str, Any]) -> list[list[Any]]:
-    """Return the rows of a table of what each node has used, from run.json: one for each stop and node, under HEAD."""
-    rows = []
-    for stop in run["stops"]:
-        hosts: dict[str, list[dict[str, Any]]] = {}
-        for used in stop["used"]:
-            if "seconds" in used:  # else it is from before this was counted
-                hosts.setdefault(used["host"], []).append(used)
-        for host, those in hosts.items():
-            seconds = max(used["seconds"] for used in those)
-            cores = sum(used["core_seconds"] for used in those) / seconds
-            sums = [sum(used.get(name) or 0 for used in those) for name in ("mb", "gpu_mb", "read_mb")]
-            until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stop["time"]))
-            rows.append([until, host, len(those), clock(seconds), f"{cores:.1f} of {those[0]['cores']}", *sums])
-    return rows
-
-
-def folders(top: Path) -> Iterator[Path]:
-    """Yield the folders in which a run can be, also behind links: `output` may be one to another file system."""
-    seen = set()
-    for folder, names, files in os.walk(top, followlinks=True):
-        real = os.path.realpath(folder)
-        # Environments and data sets (train/, val/) have up to millions of files; a link may lead back to above itself.
-        if real in seen or "pyvenv.cfg" in files or {"train", "val"} <= set(names):
-            names.clear()
-            continue
-        seen.add(real)
-        names[:] = sorted(name for name in names if not name.startswith(".") and name not in SKIPPED)
-        if "metrics.csv" in files:
-            yield Path(folder)
-
-
-def read_metrics(path: Path) -> tuple[list[dict[str, float]], str]:
-    """Return the rows of a metrics.csv and what is wrong with it, if anything; a last row that was cut off is left out.
-
-    Without its end, the last number of a file may be another number.
-    """
-    try:
-        text = path.read_text()
-        whole = text[: text.rfind("\n") + 1].splitlines()
-        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(whole)]
-        [int(row["epoch"]) for row in rows if "epoch" in row]  # else it is nan, or infinite
-    except (OSError, TypeError, ValueError, OverflowError, csv.Error) as error:
-        return [], f"{type(error).__name__}: {error}"
-    return rows, "" if text.endswith("\n") else "its last row was cut off" if text else "it is empty"
-
-
-def read_run(path: Path) -> tuple[dict[str, Any], str]:
-    """Return what a run.json says, and why that is nothing, if it is there but not one that train.py has written."""
-    try:
-        run = json.loads(path.read_text())
-        nodes(run)
-        starts, settings = [{"step": 0} | one for one in run["starts"]], dict(run.get("settings", {}))
-        if any(one["step"] > 0 for one in starts) and not settings["steps_per_epoch"] > 0:
-            return {}, "it has no steps_per_epoch"
-        profile = {"shares": {}} | dict(run.get("profile", {}))
-        profile["shares"] = {name: float(share) for name, share in profile["shares"].items()}
-        return run | {"starts": starts, "settings": settings, "profile": profile}, ""
-    except FileNotFoundError:
-        return {}, ""
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        return {}, f"{type(error).__name__}: {error}"
 
 
 def number(text: str) -> float | None:
@@ -186,17 +112,17 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def report(folder: Path) -> None:
     """Print what a run has used; `folder` is its --output-dir."""
-    run, wrong = read_run(folder / "run.json")
+    run, wrong = reader.read_run(folder / "run.json")
     found = devices(folder)
     if not run and not found:
         wrong = wrong or "it has no run.json"
         sys.exit(f"usage.py: error: {folder} is no --output-dir of a run ({wrong}): name one, such as output/1234")
     if not run:
         print(f"{folder}/run.json: left out ({wrong or 'there is none'})", file=sys.stderr)
-    rows = nodes(run) if run else []
+    rows = reader.used_by_node(run) if run else []
     without = len(run["starts"]) - len(run["stops"]) if run else 0
     if rows:
-        print(table(HEAD, rows))
+        print(table(reader.USED, rows))
     if found:
         kinds = {kind: [float(row[-1]) for row in found if row[1].startswith(kind)] for kind in ("gpu", "cpu")}
         known = [f"{sum(energy):.1f} Wh of {kind.upper()}s" for kind, energy in kinds.items() if energy]

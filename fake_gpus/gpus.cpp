@@ -1,4 +1,4 @@
-// GPUs that are none: tensors whose device is `cuda` lie in the machine's memory, and the CPU's kernels compute them.
+// Fake GPUs: tensors whose device is `cuda` lie in the machine's memory, and the CPU's kernels compute them.
 //
 // Each kernel of the dispatch key CUDA is replaced by one that shows the tensors to the CPU's kernel as if they were the
 // CPU's. So device checks, autograd, autocast, DDP and FSDP are PyTorch's own. What a GPU would refuse is refused here.
@@ -45,7 +45,7 @@ int checked(int index) {
 int use(int index) {  // a context is made where memory is allocated or a device is set
   int device = checked(index);
   std::lock_guard<std::mutex> lock(mutex);
-  TORCH_CHECK(own < 0 || own == device, "stand-in for CUDA: this process uses GPU ", own, ", and here GPU ", device,
+  TORCH_CHECK(own < 0 || own == device, "fake GPUs: this process uses GPU ", own, ", and here GPU ", device,
               ": a context on another process's GPU takes hundreds of MB there");
   own = device;
   return device;
@@ -109,7 +109,7 @@ Tensor view(const c10::Storage& storage, const Tensor& like, c10::DispatchKey ke
 
 Tensor on_cpu(const Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_cuda()) return tensor;
-  TORCH_CHECK(tensor.layout() == c10::kStrided, "stand-in for CUDA: it has no sparse tensors");
+  TORCH_CHECK(tensor.layout() == c10::kStrided, "fake GPUs: it has no sparse tensors");
   const auto& storage = tensor.storage();
   c10::Storage alias(c10::Storage::use_byte_size_t(), storage.nbytes(), as_device(storage, c10::kCPU),
                      c10::GetAllocator(c10::kCPU), true);
@@ -238,7 +238,7 @@ Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
     count("copy " + where(from) + " to " + where(self) + (in_pinned ? " pinned" : " pageable") +
           (non_blocking ? " non_blocking " : " blocking ") + c10::toString(from.scalar_type()));
   } else {
-    TORCH_CHECK(self.device() == from.device(), "stand-in for CUDA: a copy from ", from.device(), " to ", self.device());
+    TORCH_CHECK(self.device() == from.device(), "fake GPUs: a copy from ", from.device(), " to ", self.device());
   }
   on_cpu(self).copy_(on_cpu(from));
   return self;
@@ -537,7 +537,7 @@ struct Nccl final : c10d::Backend {
                                             const c10d::ReduceScatterOptions& options) override {
     auto to = see("reduce_scatter", output), from = see("reduce_scatter", input);
     TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM || options.reduceOp == c10d::ReduceOp::AVG,
-                "stand-in for CUDA: reduce_scatter has sums and means only");
+                "fake GPUs: reduce_scatter has sums and means only");
     Tensors all = {from.clone()};
     gloo->allreduce(all, c10d::AllreduceOptions())->wait();
     auto part = all[0].view({getSize(), -1})[getRank()];
@@ -610,9 +610,9 @@ void install(int count_) {
     auto full = name.name.substr(name.name.find("::") + 2) + (name.overload_name.empty() ? "" : "." + name.overload_name);
     if (!space || (*space != "aten" && *space != "torchvision") || mine.count(full) || !seen.insert(name.name + "." + name.overload_name).second)
       continue;
-    handles->push_back(dispatcher.registerImpl(name, c10::DispatchKey::CUDA, boxed(), std::nullopt, nullptr, "stand-in"));
+    handles->push_back(dispatcher.registerImpl(name, c10::DispatchKey::CUDA, boxed(), std::nullopt, nullptr, "fake GPUs"));
   }
-  handles->push_back(dispatcher.registerFallback(c10::DispatchKey::CUDA, boxed(), "stand-in"));
+  handles->push_back(dispatcher.registerFallback(c10::DispatchKey::CUDA, boxed(), "fake GPUs"));
   impl(*library, "copy_", &copy_);
   impl(*library, "resize_", &resize_);
   impl(*library, "set_.source_Storage_storage_offset", &set_storage);

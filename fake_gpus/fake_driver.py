@@ -1,4 +1,4 @@
-"""The Python half of the stand-in for CUDA: what `torch.cuda` asks the driver, and NCCL. See gpus.cpp for the rest.
+"""The Python half of the fake GPUs: what `torch.cuda` asks the driver, and NCCL. See gpus.cpp for the rest.
 
 It replaces what PyTorch's Python calls in C++, and nothing above that: torch.cuda itself, autocast, DDP and FSDP are
 PyTorch's own, so that a name which they do not have is missed here, too.
@@ -20,7 +20,7 @@ MEMORY = 16 << 30
 
 def visible():
     """Return how many GPUs the process sees: those of CUDA_VISIBLE_DEVICES, as the driver reads it."""
-    there = int(os.environ["FAKE_CUDA_DEVICES"])
+    there = int(os.environ["FAKE_GPUS"])
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return there
@@ -52,7 +52,7 @@ def in_child():
 def touch(result=None):
     """Note that CUDA is initialized: a fork from now on is no good."""
     if Context.bad_fork:
-        raise RuntimeError("stand-in for CUDA: CUDA was initialized before this process was forked")
+        raise RuntimeError("fake GPUs: CUDA was initialized before this process was forked")
     Context.touched = True
     return result
 
@@ -65,9 +65,9 @@ def load(path):
 
 
 def install(torch):
-    """Have PyTorch find as many GPUs as FAKE_CUDA_DEVICES and CUDA_VISIBLE_DEVICES say."""
+    """Have PyTorch find as many GPUs as FAKE_GPUS and CUDA_VISIBLE_DEVICES say."""
     if torch.__version__.partition("+")[0] != VERSION or not torch.version.cuda:
-        sys.exit(f"stand-in for CUDA: it knows PyTorch {VERSION}, built for CUDA, not {torch.__version__}")
+        sys.exit(f"fake GPUs: they know PyTorch {VERSION}, built for CUDA, not {torch.__version__}")
     gpus = load(os.path.join(os.path.dirname(__file__), "gpus.so"))
     calls = {}
     with quiet():  # PyTorch warns that kernels are replaced
@@ -81,7 +81,7 @@ def install(torch):
     for switch in ("flash", "mem_efficient", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{switch}_sdp")(False)
     follow_clipping(torch, gpus)
-    if os.environ.get("FAKE_CUDA_RECORD"):
+    if os.environ.get("FAKE_GPUS_RECORD"):
         keep_record(torch, gpus, calls)
 
 
@@ -141,9 +141,9 @@ def replace_driver(torch, gpus, calls):
     torch.cuda._queued_calls.clear()  # they look at the GPU's age
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.mem_get_info = lambda device=None: (MEMORY, MEMORY)
-    properties = {"name": "stand-in", "major": 8, "minor": 0, "total_memory": MEMORY, "multi_processor_count": 1}
+    properties = {"name": "fake GPU", "major": 8, "minor": 0, "total_memory": MEMORY, "multi_processor_count": 1}
     torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(**properties, gcnArchName="")
-    torch.cuda.get_device_name = lambda device=None: "stand-in"
+    torch.cuda.get_device_name = lambda device=None: "fake GPU"
     torch.cuda.get_device_capability = lambda device=None: (8, 0)
     real = torch.UntypedStorage.resize_
 
@@ -296,7 +296,7 @@ def follow_clipping(torch, gpus):
 
     def clip_grad_norm_(*args, **kwargs):
         if scaled:
-            raise RuntimeError("stand-in for CUDA: gradients are clipped before GradScaler.unscale_")
+            raise RuntimeError("fake GPUs: gradients are clipped before GradScaler.unscale_")
         gpus.count("clip")
         return clip(*args, **kwargs)
 
@@ -329,7 +329,7 @@ def has_rank(pid):
 
 
 def keep_record(torch, gpus, calls):
-    """Write at the process's end, also one by os._exit, what was done, to a file in the folder FAKE_CUDA_RECORD."""
+    """Write at the process's end, also one by os._exit, what was done, to a file in the folder FAKE_GPUS_RECORD."""
     import atexit
 
     names = {}  # by process: one that calls what is registered with atexit, and then os._exit, writes its file again
@@ -345,7 +345,7 @@ def keep_record(torch, gpus, calls):
         facts |= {"argv": sys.argv, "initialized": Context.touched}
         if gpus.own() >= 0:
             own = names.setdefault(os.getpid(), f"{os.getpid()}-{uuid.uuid4().hex[:6]}.json")
-            name = os.path.join(os.environ["FAKE_CUDA_RECORD"], own)
+            name = os.path.join(os.environ["FAKE_GPUS_RECORD"], own)
             with open(f"{name}.part", "w") as file:
                 json.dump(facts, file)
             os.replace(f"{name}.part", name)

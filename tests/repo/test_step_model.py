@@ -1,4 +1,4 @@
-"""benchmarks/scale.py: its formulas at their limits, beside published and measured figures, and docs/scale.md."""
+"""studies/step_model.py: its formulas at their limits, beside published and measured figures, and docs/scale.md."""
 
 import json
 import math
@@ -19,7 +19,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 def run(*words: str | Path, python: tuple[str, ...] = (sys.executable, "-m")) -> subprocess.CompletedProcess[str]:
     """Run the model's command from the repository's root."""
-    command = [*python, "benchmarks.scale", *map(str, words)]
+    command = [*python, "studies.step_model", *map(str, words)]
     return subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300)
 
 
@@ -29,7 +29,7 @@ def test_collectives(n: int) -> None:
 
     Halving sends as many bytes in log2(n) steps; a tree sends all of them in each. The best is none that is slower.
     """
-    from benchmarks.scale import collective
+    from studies.step_model import collective
 
     rounds = math.ceil(math.log2(n))
     for kind in KINDS:
@@ -51,7 +51,7 @@ def test_expected_maximum() -> None:
     """The mean of the largest of n normal samples: exact for 1, 2 and 3, as drawn for more; of sums it is less."""
     import numpy as np
 
-    from benchmarks.scale import expected_maximum, waiting
+    from studies.step_model import expected_maximum, waiting
 
     exact = {1: 0, 2: 1 / math.sqrt(math.pi), 3: 1.5 / math.sqrt(math.pi)}
     assert {n: expected_maximum(n) for n in exact} == pytest.approx(exact, abs=1e-6)
@@ -73,7 +73,7 @@ def walk(first: float, second: float, pieces: int) -> float:
 
 def test_overlap() -> None:
     """The formula is what a walk from piece to piece finds, whichever stage comes first; one piece hides nothing."""
-    from benchmarks.scale import together
+    from studies.step_model import together
 
     for computing, moving, pieces in ((1, 3, 4), (3, 1, 4), (2, 2, 7), (1, 0, 5), (0, 1, 5), (2, 3, 1)):
         expected = together(computing, moving, pieces)
@@ -84,9 +84,9 @@ def test_overlap() -> None:
 def test_ways() -> None:
     """One processor only computes. FSDP moves 1.5 times DDP's bytes, local SGD a period's part, tensor parallelism
     activations for weights; and a share of the time that nothing hides is what the model of the parts says."""
-    from benchmarks.scale import CLUSTERS, MODELS, STATES, WAYS, Step, ddp, fsdp, fsdp_tp, held, local_sgd, step
+    from studies.step_model import CLUSTERS, MODELS, STATES, WAYS, Step, ddp, fsdp, fsdp_tp, held, local_sgd, step
 
-    cluster = replace(CLUSTERS["h100"], processors=1, scatter=0, latency=0, latency_inside=0, fsdp_overlap=0)
+    cluster = replace(CLUSTERS["h100"], processors=1, scatter=0, latency=0, latency_inside=0, fsdp_overlap=False)
     model = MODELS["1B"]
     for way in (ddp, local_sgd, fsdp):
         assert way(model, 2.0, 1, cluster) == Step(2.0)
@@ -96,7 +96,7 @@ def test_ways() -> None:
     plain = ddp(model, 0.0, 8, cluster).exchange
     assert plain == pytest.approx(2 * 7 / 8 * model.size / cluster.bandwidth)
     assert fsdp(model, 0.0, 8, cluster).exchange == pytest.approx(1.5 * plain)
-    assert fsdp(model, 0.0, 8, replace(cluster, whole_scatter=1)).exchange == pytest.approx(2 * plain)
+    assert fsdp(model, 0.0, 8, replace(cluster, whole_scatter=True)).exchange == pytest.approx(2 * plain)
     assert local_sgd(model, 0.0, 8, cluster, 16).exchange == pytest.approx(plain / 16)
     node = replace(cluster, processors=8)
     inside = fsdp_tp(model, 2.0, 1, node).exchange  # on one node there are activations only
@@ -117,8 +117,8 @@ def test_ways() -> None:
 
 def test_models() -> None:
     """The two small models are those of common/; the large ones have about the weights that their shape gives."""
-    from benchmarks.scale import MODELS
     from common.models import ConvNet, TinyGPT
+    from studies.step_model import MODELS
 
     for name, model in (("ConvNet", ConvNet()), ("TinyGPT", TinyGPT())):
         assert MODELS[name].weights == sum(weight.numel() for weight in model.parameters())
@@ -128,7 +128,7 @@ def test_models() -> None:
 
 def test_published() -> None:
     """Table 2 of Narayanan et al. 2021 (ZeRO-3), to 15 %: two figures are fitted to two of six rows."""
-    from benchmarks.scale import ZERO_3, predicted
+    from studies.step_model import ZERO_3, predicted
 
     for row in ZERO_3:
         assert predicted(row) == pytest.approx(row.teraflops, rel=0.15), row
@@ -140,9 +140,9 @@ def test_measured() -> None:
 
     The exchange is a good part of what was measured, and as many bytes as the model says have left the first node.
     """
-    from studies.scale import GROUPS, PERIOD, WEIGHTS, predicted, read
+    from studies.step_model_check import GROUPS, PERIOD, WEIGHTS, predicted, read
 
-    rows = read(ROOT / "studies" / "scale.csv")
+    rows = read(ROOT / "studies" / "step_model_check.csv")
     rates = {row.rate for row in rows}
     ways = {"DDP": 2, "FSDP": 4, "local SGD": 2 / PERIOD}  # Gloo's reduce-scatter is an all-reduce
     assert len(rates) == 3 and len(rows) == 3 * 4 * len(ways) == len({(row.rate, row.way, row.nodes) for row in rows})
@@ -160,7 +160,7 @@ def test_votes() -> None:
 
     By halving and doubling it would have been much less; the model takes rings for Gloo, and only for it.
     """
-    from benchmarks.scale import CLUSTERS, collective, exchange
+    from studies.step_model import CLUSTERS, collective, exchange
 
     (head, table) = PAGE.read_text().split("| ranks | s to join |")[1].split("|---|\n", 1)
     rows = [line.strip("| ").split(" | ") for line in table.partition("\n\n")[0].splitlines()]
@@ -178,11 +178,11 @@ def test_votes() -> None:
 def test_page() -> None:
     """The page's tables are what its commands print, and the measured rows beside the model."""
     from benchmarks import report
-    from studies.scale import cells, read
+    from studies.step_model_check import cells, read
 
     page = PAGE.read_text()
     commands = [
-        command.split()[3:] for block in readme.blocks(PAGE) for command in block if "benchmarks.scale" in command
+        command.split()[3:] for block in readme.blocks(PAGE) for command in block if "studies.step_model" in command
     ]
     shown = [words for words in commands if "--measure" not in words and "here.json" not in words]
     assert len(shown) == 4
@@ -190,7 +190,7 @@ def test_page() -> None:
         done = run(*words)
         assert done.returncode == 0 and done.stdout.count("\n") > 4, done.stderr
         assert done.stdout in page, f"write it anew:\n{done.stdout}"
-    measured = report.table(cells(read(ROOT / "studies" / "scale.csv")))
+    measured = report.table(cells(read(ROOT / "studies" / "step_model_check.csv")))
     assert measured in page, f"write it anew:\n{measured}"
 
 
@@ -204,7 +204,7 @@ def test_bad_input(tmp_path: Path) -> None:
         (["--nodes", "0"], "--nodes: must be a whole number, 1 or more: 0"),
         (["--bandwidth", "0"], "--bandwidth: must be above 0"),
         (["--scatter", "-1"], "--scatter: "),
-        (["--measure", tmp_path / "here.json"], "start it with torchrun --nproc-per-node=2 -m benchmarks.scale"),
+        (["--measure", tmp_path / "here.json"], "start it with torchrun --nproc-per-node=2 -m studies.step_model"),
     ):
         done = run(*words)
         assert done.returncode == 2 and done.stderr.count("error:") == 1 and message in done.stderr, done.stderr

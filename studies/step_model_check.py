@@ -1,4 +1,4 @@
-"""The model of benchmarks/scale.py beside what nodes of the lab measure: `python -m studies.scale`, as root.
+"""The model of step_model.py beside what nodes of the lab measure: `python -m studies.step_model_check`, as root.
 
 One process on each of eight nodes of a lab, whose links are limited to each of --rates in turn. 1, 2, 4 and 8 of them
 train a model of 1.2 million weights (4.8 MB) with each of WAYS, by DDP and FSDP themselves, over Gloo. The machine has
@@ -6,7 +6,7 @@ fewer cores than nodes, so computing is imitated: each layer waits until its tim
 anew for each step and process with a standard deviation of 10 %. What moves over the links is real.
 
 Each round measures all of it once at each rate, and before it latency and bandwidth of a link, by messages between two
-nodes. It writes scale.csv to the folder --output: medians of the rounds, and what the model is given.
+nodes. It writes step_model_check.csv to the folder --output: medians of the rounds, and what the model is given.
 It needs the requirements of an example of PyTorch and of tests/.
 """
 
@@ -21,15 +21,15 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from benchmarks import report
 from benchmarks.measure import machine, positive
-from benchmarks.scale import Cluster, Model, Step, ddp, fsdp, link, local_sgd
 from lab import Lab, Wanted, faults, why_not
 from lab.base import LabError
+from studies.step_model import CLUSTERS, Model, Step, ddp, fsdp, link, local_sgd
 
 ROOT = Path(__file__).resolve().parent.parent
 NODES = (1, 2, 4, 8)
@@ -44,7 +44,7 @@ END = "end of the round\n"
 
 @dataclass(frozen=True)
 class Row:
-    """The median of the rounds for one rate, way and number of nodes: a row of scale.csv."""
+    """The median of the rounds for one rate, way and number of nodes: a row of step_model_check.csv."""
 
     rate: str
     way: str
@@ -59,8 +59,7 @@ class Row:
 
 def predicted(row: Row) -> Step:
     """Return the step that the model predicts for a row, from what was measured without any exchange of all."""
-    gloo: dict[str, Any] = {"fsdp_overlap": 0, "whole_scatter": 1, "rings": 1}
-    cluster = Cluster(1, 1, 1, 0, 1, row.latency, row.bandwidth, 1, 1, row.scatter, **gloo)
+    cluster = replace(CLUSTERS["ethernet"], latency=row.latency, bandwidth=row.bandwidth, scatter=row.scatter)
     model = Model(WEIGHTS, 1, 1, 0, 4, GROUPS)
     if row.way == "DDP":
         return ddp(model, row.computing, row.nodes, cluster, bucket=model.size / GROUPS)
@@ -200,7 +199,7 @@ def ask(job: subprocess.Popen, rate: str) -> list[dict]:
             return found
         found.append({"rate": rate, **json.loads(line)})
         print({key: value for key, value in found[-1].items() if key != "each"}, file=sys.stderr, flush=True)
-    sys.exit("scale.py: error: the processes in the lab have ended: see above")
+    sys.exit("step_model_check.py: error: the processes in the lab have ended: see above")
 
 
 def medians(found: Sequence[dict], nodes: Sequence[int]) -> list[Row]:
@@ -243,7 +242,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
         name = f"scale{os.getpid()}"
         lab = stack.enter_context(Lab(Wanted(nodes=args.nodes[-1], cpus=1, name=name, share=shared, user="root")))
         words = ["srun", f"--nodes={args.nodes[-1]}", "--ntasks-per-node=1", "--input=0", "--kill-on-bad-exit=1"]
-        words += [sys.executable, "-m", "studies.scale", "--take-part", "--nodes", *map(str, args.nodes)]
+        words += [sys.executable, "-m", "studies.step_model_check", "--take-part", "--nodes", *map(str, args.nodes)]
         variables = {"MASTER_ADDR": lab.nodes[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
         command = lab.command(words, cwd=ROOT, env=variables | {"OMP_NUM_THREADS": "1"})
         pipe = subprocess.PIPE
@@ -253,7 +252,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
                 for node in lab.nodes:
                     faults.slow(lab, node, rate)  # refuses a wrong rate
                 found += ask(job, rate)
-                write(medians(found, args.nodes), args.output / "scale.csv")
+                write(medians(found, args.nodes), args.output / "step_model_check.csv")
     return medians(found, args.nodes)
 
 
@@ -290,7 +289,7 @@ def cells(rows: Sequence[Row]) -> list[dict[str, str]]:
 def main() -> None:
     """Read the command line; measure, or be one of the processes that the measurement starts."""
     layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m studies.scale", description=__doc__, formatter_class=layout)
+    parser = argparse.ArgumentParser("python -m studies.step_model_check", description=__doc__, formatter_class=layout)
     parser.add_argument("--rates", nargs="+", default=["50mbit", "75mbit", "100mbit"], help="of the links, both ways")
     parser.add_argument("--nodes", nargs="+", type=positive, default=NODES, help="rising; the last: nodes of the lab")
     parser.add_argument("--rounds", type=positive, default=3)
@@ -308,7 +307,7 @@ def main() -> None:
         rows = measure(args)
     except LabError as error:
         parser.error(str(error))
-    report.finish(cells(rows), None, args.output / "scale.csv", machine())
+    report.finish(cells(rows), None, args.output / "step_model_check.csv", machine())
 
 
 if __name__ == "__main__":

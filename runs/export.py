@@ -12,58 +12,24 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import usage
+from reader import Run, find_runs
 
 TOOLS = ("tensorboard", "mlflow", "wandb")
 
 
-@dataclass(frozen=True)
-class Run:
-    """What is on disk of one run."""
-
-    name: str  # its folder, below the one that was named
-    key: str  # the same for the same folder in every call, and no other's
-    rows: list[dict[str, float]]  # of metrics.csv
-    facts: dict[str, Any]  # of run.json; empty where there is none
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of the last start."""
-        return self.facts.get("settings", {})
-
-    def time_of(self, row: dict[str, float]) -> float:
-        """Return a moment for a row, in seconds since 1970: the start of the run and its epochs until then."""
-        start = self.facts.get("starts", [{}])[0].get("time", 0)
-        epochs = [one["seconds"] for one in self.rows if one["epoch"] <= row["epoch"]]
-        return (start if isinstance(start, int | float) else 0) + sum(epochs)
+def time_of(run: Run, row: dict[str, float]) -> float:
+    """Return a moment for a row, in seconds since 1970: the start of the run and its epochs until then."""
+    start = run.facts.get("starts", [{}])[0].get("time", 0)
+    epochs = [one["seconds"] for one in run.rows if one["epoch"] <= row["epoch"]]
+    return (start if isinstance(start, int | float) else 0) + sum(epochs)
 
 
-def say_left_out(path: Path, wrong: str) -> None:
-    """Print that a file, or the end of one, is left out, if something is wrong with it."""
-    if wrong:
-        print(f"export.py: left out of {path}: {wrong}", file=sys.stderr)
-
-
-def find_runs(top: Path) -> list[Run]:
-    """Return every run below a folder, in the order of their names."""
-    runs = []
-    for place in usage.folders(top):
-        rows, wrong = usage.read_metrics(place / "metrics.csv")
-        if rows and not {"epoch", "train_loss", "seconds"} <= rows[0].keys():
-            rows, wrong = [], "of another program"
-        say_left_out(place / "metrics.csv", wrong)
-        if rows:
-            facts, wrong = usage.read_run(place / "run.json")
-            say_left_out(place / "run.json", wrong)
-            key = hashlib.sha256(str(place.resolve()).encode()).hexdigest()[:16]
-            name = str(place.relative_to(top)) if place != top else place.resolve().name
-            runs.append(Run(name, key, rows, facts))
-    return runs
+def key_of(run: Run) -> str:
+    """Return what is the same for the same folder in every call, and no other's."""
+    return hashlib.sha256(str(run.folder.resolve()).encode()).hexdigest()[:16]
 
 
 def to_tensorboard(runs: list[Run], store: Path) -> dict[str, int]:
@@ -91,7 +57,7 @@ def to_tensorboard(runs: list[Run], store: Path) -> dict[str, int]:
             writer = EventFileWriter(str(folder))
             for row, name in new:
                 summary = Summary(value=[Summary.Value(tag=name, simple_value=row[name])])
-                writer.add_event(Event(wall_time=run.time_of(row), step=int(row["epoch"]), summary=summary))
+                writer.add_event(Event(wall_time=time_of(run, row), step=int(row["epoch"]), summary=summary))
             writer.close()
         added[run.name] = len({row["epoch"] for row, _ in new})
     return added
@@ -109,8 +75,8 @@ def to_mlflow(runs: list[Run], store: Path) -> dict[str, int]:
     artifacts = (store.resolve() / "artifacts").as_uri()
     experiment = found.experiment_id if found else client.create_experiment("runs", artifacts)
     for run in runs:
-        those = client.search_runs([experiment], f"tags.exported_from = '{run.key}'")
-        tags = {"exported_from": run.key}
+        those = client.search_runs([experiment], f"tags.exported_from = '{key_of(run)}'")
+        tags = {"exported_from": key_of(run)}
         one = those[0] if those else client.create_run(experiment, run_name=run.name, tags=tags)
         there = {int(m.step) for m in client.get_metric_history(one.info.run_id, "train_loss")}
         new = [row for row in run.rows if int(row["epoch"]) not in there]
@@ -118,7 +84,7 @@ def to_mlflow(runs: list[Run], store: Path) -> dict[str, int]:
         params = [Param(k, str(v)[:500]) for k, v in run.settings.items() if k not in known]
         for begin in range(0, len(new), 100):  # MLflow takes at most 1,000 values at a time
             metrics = [
-                Metric(name, row[name], int(1000 * run.time_of(row)), int(row["epoch"]))
+                Metric(name, row[name], int(1000 * time_of(run, row)), int(row["epoch"]))
                 for row in new[begin : begin + 100]
                 for name in row
                 if name != "epoch"
@@ -147,17 +113,18 @@ def to_wandb(runs: list[Run], store: Path) -> dict[str, int]:
         )
     added = {}
     for run in runs:
-        new = [row for row in run.rows if row["epoch"] > done.get(run.key, 0)]
+        key = key_of(run)
+        new = [row for row in run.rows if row["epoch"] > done.get(key, 0)]
         added[run.name] = len(new)
         if not new:
             continue
         silent = wandb.Settings(silent=True, console="off")
-        options = {"project": "runs", "name": run.name, "id": run.key, "resume": "allow", "mode": "offline"}
+        options = {"project": "runs", "name": run.name, "id": key, "resume": "allow", "mode": "offline"}
         with wandb.init(**options, dir=str(store), config=run.settings, settings=silent) as log:
             for row in new:
                 values = {name: value for name, value in row.items() if name != "epoch"}
-                log.log(values | {"_timestamp": run.time_of(row)}, step=int(row["epoch"]))
-        done[run.key] = new[-1]["epoch"]
+                log.log(values | {"_timestamp": time_of(run, row)}, step=int(row["epoch"]))
+        done[key] = new[-1]["epoch"]
         part = record.with_suffix(".part")
         part.write_text(json.dumps(done))
         part.replace(record)  # in one step
@@ -178,7 +145,9 @@ def main() -> None:
     args = parser.parse_args()
     if find_spec(args.to) is None:
         parser.error(f"--to {args.to} needs a package that is not installed: pip install {args.to}")
-    runs = find_runs(args.folder) if args.folder.is_dir() else []
+    runs, left_out = find_runs(args.folder, {"epoch", "train_loss", "seconds"})
+    for file in left_out:
+        print(f"export.py: left out, as damaged or of another program: {file}", file=sys.stderr)
     if not runs:
         parser.error(f"no run in {args.folder}: train.py writes metrics.csv after its first epoch")
     start = time.monotonic()

@@ -3,9 +3,9 @@
 A run is a folder with metrics.csv: its figures, epoch by epoch. run.json beside it has what the run was: its settings,
 starts and stops, and the profile if there is one. Without it, only what metrics.csv says is shown.
 
-Only NumPy, matplotlib and usage.py are imported here. What needs the model imports PyTorch or Keras when it is called,
-because the environment of each example has its own packages only. It also imports the Python files that lie beside the
-run's train.py, wherever below FOLDER that is: only for runs that you trust.
+Only NumPy, matplotlib and what is in this folder are imported here. What needs the model imports PyTorch or Keras when
+it is called, because the environment of each example has its own packages only. It also imports the Python files that
+lie beside the run's train.py, wherever below FOLDER that is: only for runs that you trust.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from types import ModuleType
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -30,9 +30,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+import reader
 import usage
 
-COLUMNS = ("epoch", "train_loss", "test_loss", "seconds", "world_size")  # what every example's metrics.csv has
+COLUMNS = {"epoch", "train_loss", "test_loss", "seconds", "world_size"}  # what every example's metrics.csv has
 # The third kind of column differs, and says what was learnt. By its name: the title of its axis, and a factor.
 QUALITY = {"test_accuracy": ("test accuracy (%)", 100), "perplexity": ("perplexity", 1)}
 FASHION = ("T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
@@ -55,15 +56,11 @@ class Text(str):
         return str(self)
 
 
-@dataclass(frozen=True, eq=False)  # equal to itself only, so that predictions can be kept for each run
-class Run:
-    """What is on disk of one run."""
+@dataclass(frozen=True, eq=False)
+class Run(reader.Run):
+    """The same with what the notebook shows; its name is short: the example and the job, such as ddp_spawn/1234."""
 
-    name: str  # short: the example and the job, such as ddp_spawn/1234
-    folder: Path
     example: Path | None  # the nearest folder above with a train.py
-    rows: list[dict[str, float]]  # of metrics.csv, one for each epoch
-    facts: dict[str, Any]  # of run.json; empty if there is none
     modified: datetime.datetime  # when metrics.csv was written
 
     def column(self, name: str) -> list[float]:
@@ -85,11 +82,6 @@ class Run:
         """The number of processes; if it has changed on a resume, one after the other: "2, then 4"."""
         counts = [int(count) for count in self.column("world_size")]
         return ", then ".join(str(n) for i, n in enumerate(counts) if not i or n != counts[i - 1])
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of the last start, as run.json has them."""
-        return self.facts.get("settings", {})
 
     @property
     def restarts(self) -> list[float]:
@@ -116,50 +108,32 @@ def find_runs(folder: str | Path) -> list[Run]:
     top = Path(folder).expanduser().resolve()
     if not top.is_dir():
         raise ResultsError(f"there is no folder {top}: set FOLDER to one with your runs in it")
-    runs, wrong = [], []
-    for place in usage.folders(top):
-        if rows := _read_metrics(place / "metrics.csv", wrong):
-            example = next((parent for parent in place.parents if (parent / "train.py").exists()), None)
-            modified = datetime.datetime.fromtimestamp((place / "metrics.csv").stat().st_mtime)
-            name, facts = _short_name(place, example, top), _read_facts(place / "run.json", wrong)
-            runs.append(Run(name, place, example, rows, facts, modified))
-    if wrong:
-        print(f"results: left out, as damaged or of another program: {'; '.join(wrong)}")
-    if not runs:
+    found, left_out = reader.find_runs(top, COLUMNS)
+    if left_out:
+        print(f"results: left out, as damaged or of another program: {'; '.join(left_out)}")
+    if not found:
         raise ResultsError(
             f"no run below {top}: train.py writes metrics.csv after its first epoch. Start one, such as "
             "`python train.py --processes 2` in examples/ddp_spawn, or set FOLDER to where yours are"
         )
+    runs = []
+    for run in found:
+        example = next((parent for parent in run.folder.parents if (parent / "train.py").exists()), None)
+        modified = datetime.datetime.fromtimestamp((run.folder / "metrics.csv").stat().st_mtime)
+        facts = vars(run) | {"name": _short_name(run, example), "example": example, "modified": modified}
+        runs.append(Run(**facts))
     names = Counter(run.name for run in runs)
-    for i, run in enumerate(runs):
-        if names[run.name] > 1:  # two copies of an example, say
-            runs[i] = replace(run, name=str(run.folder.relative_to(top)))
+    for i, run in enumerate(found):
+        if names[runs[i].name] > 1:  # two copies of an example, say
+            runs[i] = replace(runs[i], name=run.name)
     return sorted(runs, key=lambda run: run.modified, reverse=True)
 
 
-def _read_metrics(path: Path, wrong: list[str]) -> list[dict[str, float]]:
-    """Return the rows of metrics.csv, or none if it is not one that train.py writes: `wrong` then says why."""
-    rows, why = usage.read_metrics(path)
-    if rows and not set(COLUMNS) <= rows[0].keys():
-        rows, why = [], "no column " + ", ".join(sorted(set(COLUMNS) - rows[0].keys()))
-    if why:
-        wrong.append(f"{path} ({why})")
-    return rows
-
-
-def _read_facts(path: Path, wrong: list[str]) -> dict[str, Any]:
-    """Return what run.json says, or nothing if it is not there, or not one that train.py writes: see `wrong`."""
-    facts, why = usage.read_run(path)
-    if why:
-        wrong.append(f"{path} ({why})")
-    return facts
-
-
-def _short_name(folder: Path, example: Path | None, top: Path) -> str:
+def _short_name(run: reader.Run, example: Path | None) -> str:
     """Return EXAMPLE/JOB for EXAMPLE/output/JOB, and EXAMPLE for EXAMPLE/output."""
     if not example:
-        return str(folder.relative_to(top)) if folder != top else folder.name
-    parts = folder.relative_to(example).parts
+        return run.name
+    parts = run.folder.relative_to(example).parts
     return "/".join([example.name, *parts[parts[0] == "output" :]])
 
 
@@ -200,8 +174,8 @@ def used(run: Run) -> Text:
     """Return a table of what each node has used, or a sentence if that is not known."""
     if not run.facts:
         return Text(f"{run.name} has no run.json.")
-    rows = usage.nodes(run.facts)
-    return _table(usage.HEAD, rows) if rows else Text(f"{run.name} has not ended by itself yet: see `sacct -D`.")
+    rows = reader.used_by_node(run.facts)
+    return _table(reader.USED, rows) if rows else Text(f"{run.name} has not ended by itself yet: see `sacct -D`.")
 
 
 def _best(run: Run) -> str:

@@ -1,11 +1,11 @@
 """How long a training step takes on 1, 2, 4, ... 1,000 nodes: a model of it, which docs/scale.md explains.
 
-    python -m benchmarks.scale                              # a table of efficiencies, for a cluster of assumed figures
-    python -m benchmarks.scale --cluster ethernet --bandwidth 1.25e8 --nodes 1 2 4 8
-    python -m benchmarks.scale --parts 7B                   # where the seconds of a step go, for one model
-    torchrun --nproc-per-node=2 -m benchmarks.scale --measure here.json   # figures of this machine, or of a job's
-    python -m benchmarks.scale --cluster here.json
-    python -m benchmarks.scale --published                  # the model beside a table that others have measured
+    python -m studies.step_model                            # a table of efficiencies, for a cluster of assumed figures
+    python -m studies.step_model --cluster ethernet --bandwidth 1.25e8 --nodes 1 2 4 8
+    python -m studies.step_model --parts 7B                 # where the seconds of a step go, for one model
+    torchrun --nproc-per-node=2 -m studies.step_model --measure here.json   # figures of this machine, or of a job's
+    python -m studies.step_model --cluster here.json
+    python -m studies.step_model --published                # the model beside a table that others have measured
 
 The efficiency is the computing of a step as a share of all its seconds. Where it is 1, N processors (GPUs, or processes
 on CPUs) do N times the work of one. Each has the same number of samples on any number of nodes: weak scaling.
@@ -49,9 +49,9 @@ class Cluster:
     storage_read: float  # of the shared file system, all nodes together
     storage_write: float
     scatter: float  # standard deviation of a step's computing, as a share of its mean
-    fsdp_overlap: int = 1  # whether FSDP moves layers while it computes others, which on CPUs it does not; DDP does
-    whole_scatter: int = 0  # whether a reduce-scatter moves as much as an all-reduce, as Gloo's does
-    rings: int = 0  # whether each collective goes round a ring, as Gloo's do, also where other ways are faster
+    fsdp_overlap: bool = True  # whether FSDP moves layers while it computes others, which on CPUs it does not; DDP does
+    whole_scatter: bool = False  # whether a reduce-scatter moves as much as an all-reduce, as Gloo's does
+    rings: bool = False  # whether each collective goes round a ring, as Gloo's do, also where other ways are faster
     steps: dict[str, float] = field(default_factory=dict)  # measured seconds of a step's computing, of some models
 
 
@@ -119,10 +119,34 @@ MODELS = {
 CLUSTERS = {
     # Eight H100 with NVLink (450 GB/s each way) and a card of 400 Gbit/s for each: data sheets, less a fifth. 400
     # TFLOP/s is what large models sustain of the 989 in bf16.
-    "h100": Cluster(8, 4e14, 80e9, 5e-6, 3.6e11, 1e-5, 3.2e11, 5e10, 2.5e10, 0.02),
+    "h100": Cluster(
+        processors=8,
+        flops=4e14,
+        memory=80e9,
+        latency_inside=5e-6,
+        bandwidth_inside=3.6e11,
+        latency=1e-5,
+        bandwidth=3.2e11,
+        storage_read=5e10,
+        storage_write=2.5e10,
+        scatter=0.02,
+    ),
     # One process on a node, plain Ethernet of 10 Gbit/s, Gloo; the steps of the small models are those of one core.
     "ethernet": Cluster(
-        1, 1e12, 256e9, 1e-6, 1e10, 5e-5, 1.2e9, 5e9, 2e9, 0.05, 0, 1, 1, steps={"ConvNet": 0.085, "TinyGPT": 0.39}
+        processors=1,
+        flops=1e12,
+        memory=256e9,
+        latency_inside=1e-6,
+        bandwidth_inside=1e10,
+        latency=5e-5,
+        bandwidth=1.2e9,
+        storage_read=5e9,
+        storage_write=2e9,
+        scatter=0.05,
+        fsdp_overlap=False,
+        whole_scatter=True,
+        rings=True,
+        steps={"ConvNet": 0.085, "TinyGPT": 0.39},
     ),
 }
 
@@ -165,7 +189,7 @@ def exchange(kind: str, nodes: int, size: float, cluster: Cluster, pieces: int =
     return pieces * (inside + collective(kind, nodes, size, cluster.latency, cluster.bandwidth, algorithm))
 
 
-def together(computing: float, moving: float, pieces: int, overlap: int = 1) -> float:
+def together(computing: float, moving: float, pieces: int, overlap: bool = True) -> float:
     """Return the seconds of computing and moving in so many equal pieces, of which each pair has an order.
 
     Piece k is moved when it is computed (gradients), or computed when it is there (weights); meanwhile the other goes
@@ -204,46 +228,48 @@ def computing_of(model: Model, name: str, cluster: Cluster) -> float:
     return cluster.steps.get(name) or model.samples * model.flops / cluster.flops
 
 
-def ddp(model: Model, c: float, nodes: int, cluster: Cluster, bucket: float = BUCKET) -> Step:
+def ddp(model: Model, computing: float, nodes: int, cluster: Cluster, bucket: float = BUCKET) -> Step:
     """DDP: an all-reduce of the gradients, in buckets, while the backward pass goes on."""
     pieces = math.ceil(model.size / bucket)
-    moved, backward = exchange("all_reduce", nodes, model.size, cluster, pieces), (1 - model.forward) * c
+    moved, backward = exchange("all_reduce", nodes, model.size, cluster, pieces), (1 - model.forward) * computing
     return Step(
-        c, together(backward, moved, pieces) - backward, waiting(c, cluster.scatter, nodes * cluster.processors)
+        computing,
+        together(backward, moved, pieces) - backward,
+        waiting(computing, cluster.scatter, nodes * cluster.processors),
     )
 
 
-def local_sgd(model: Model, c: float, nodes: int, cluster: Cluster, period: int = 32) -> Step:
+def local_sgd(model: Model, computing: float, nodes: int, cluster: Cluster, period: int = 32) -> Step:
     """Local SGD (Stich 2019): an all-reduce of the weights every `period` steps, with nothing to hide it."""
     moved = exchange("all_reduce", nodes, model.size, cluster)
-    return Step(c, moved / period, waiting(c, cluster.scatter, nodes * cluster.processors, period))
+    return Step(computing, moved / period, waiting(computing, cluster.scatter, nodes * cluster.processors, period))
 
 
-def fsdp(model: Model, c: float, nodes: int, cluster: Cluster) -> Step:
+def fsdp(model: Model, computing: float, nodes: int, cluster: Cluster) -> Step:
     """FSDP, ZeRO stage 3: weights are gathered in both passes, gradients reduced and scattered, layer by layer.
 
     That is 1.5 times DDP's bytes (Rajbhandari et al. 2020, section 7).
     """
     gather = exchange("all_gather", nodes, model.size, cluster, model.layers)
     reduce = exchange("reduce_scatter", nodes, model.size, cluster, model.layers)
-    forward, backward = model.forward * c, (1 - model.forward) * c
+    forward, backward = model.forward * computing, (1 - model.forward) * computing
     seconds = together(forward, gather, model.layers, cluster.fsdp_overlap)
     seconds += together(backward, gather + reduce, model.layers, cluster.fsdp_overlap)
-    return Step(c, seconds - c, waiting(c, cluster.scatter, nodes * cluster.processors))
+    return Step(computing, seconds - computing, waiting(computing, cluster.scatter, nodes * cluster.processors))
 
 
-def fsdp_tp(model: Model, c: float, nodes: int, cluster: Cluster) -> Step:
+def fsdp_tp(model: Model, computing: float, nodes: int, cluster: Cluster) -> Step:
     """FSDP between the nodes, tensor parallelism in them (Shoeybi et al. 2019).
 
     The processors of a node divide each layer and the samples of all of them. Each layer has two all-reduces of its
     activations in each pass (in 2 bytes), for which the next layer waits.
     """
     t = cluster.processors
-    step = fsdp(model, c, nodes, replace(cluster, processors=1))
+    step = fsdp(model, computing, nodes, replace(cluster, processors=1))
     activations = t * model.samples * model.width * 2
     inside = collective("all_reduce", t, activations, cluster.latency_inside, cluster.bandwidth_inside)
     moved = step.exchange + (3 if model.recompute else 2) * 2 * model.layers * inside
-    return Step(c, moved, waiting(c, cluster.scatter, nodes * t))
+    return Step(computing, moved, waiting(computing, cluster.scatter, nodes * t))
 
 
 WAYS = {"DDP": ddp, "local SGD, 32 steps": local_sgd, "FSDP": fsdp, "FSDP, tensor parallel": fsdp_tp}
@@ -330,7 +356,7 @@ ZERO_3 = (
 )
 # Two figures are fitted to the first and the third row: what a GPU sustains, and the bytes a second that reach it (two
 # thirds of one of its node's cards of 200 Gbit/s). GPUs are in one ring, so that each counts as a node here.
-SELENE = Cluster(1, 1.505e14, 80e9, 0, 1, 0, 1.567e10, math.inf, math.inf, 0)
+SELENE = replace(CLUSTERS["h100"], processors=1, flops=1.505e14, latency=0, bandwidth=1.567e10, scatter=0)
 
 
 def predicted(row: Published) -> float:
@@ -466,7 +492,7 @@ def measure(path: Path, rounds: int = 20) -> None:
         if "" in links:
             found = replace(found, latency=links[""][0], bandwidth=links[""][1])
         if device == "cpu":
-            found = replace(found, fsdp_overlap=0, whole_scatter=1, rings=1)
+            found = replace(found, fsdp_overlap=False, whole_scatter=True, rings=True)
         path.write_text(json.dumps(asdict(found), indent=1) + "\n")
         assumed = ["storage_read", "storage_write", *([] if "" in links else ["latency", "bandwidth"])]
         print(f"{path}: measured on {nodes} node(s); assumed: {', '.join(assumed)}")
@@ -508,7 +534,7 @@ def positive(text: str) -> float:
 def main() -> None:
     """Read the command line and print a table, or measure."""
     layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m benchmarks.scale", description=__doc__, formatter_class=layout)
+    parser = argparse.ArgumentParser("python -m studies.step_model", description=__doc__, formatter_class=layout)
     parser.add_argument("--cluster", type=read_cluster, default="h100", help=f"{', '.join(CLUSTERS)}, or a JSON file")
     parser.add_argument("--nodes", type=whole, nargs="+", default=[1, 2, 8, 64, 256, 1000])
     parser.add_argument("--save-every", type=positive, default=1800, help="seconds between two checkpoints")
@@ -517,14 +543,18 @@ def main() -> None:
     parser.add_argument("--measure", type=Path, metavar="FILE", help="measure, under torchrun, and write a JSON file")
     figures = parser.add_argument_group("figures", "of the cluster, in the place of those of --cluster")
     names = [part.name for part in fields(Cluster) if part.name != "steps"]
-    kinds: dict[str, Callable[[str], float]] = {"processors": whole, "scatter": number, "latency": number}
-    kinds |= {"latency_inside": number, "fsdp_overlap": int, "whole_scatter": int, "rings": int}
+    kinds: dict[str, Callable[[str], float]] = {"processors": whole, "scatter": number}
+    kinds |= {"latency": number, "latency_inside": number}
     for name in names:
-        figures.add_argument(f"--{name.replace('_', '-')}", type=kinds.get(name, positive))
+        flag = f"--{name.replace('_', '-')}"
+        if name in ("fsdp_overlap", "whole_scatter", "rings"):
+            figures.add_argument(flag, action=argparse.BooleanOptionalAction)
+        else:
+            figures.add_argument(flag, type=kinds.get(name, positive))
     args = parser.parse_args()
     if args.measure:
         if "LOCAL_RANK" not in os.environ:
-            parser.error("--measure: start it with torchrun --nproc-per-node=2 -m benchmarks.scale --measure FILE")
+            parser.error("--measure: start it with torchrun --nproc-per-node=2 -m studies.step_model --measure FILE")
         return measure(args.measure)
     if args.published:
         return print(report.table(published_rows()), end="")
@@ -534,7 +564,7 @@ def main() -> None:
     rows = parts(*words) if args.parts else efficiencies(*words[1:])
     without = [name for name in MODELS if step(name, "DDP", 1, cluster) == NOT_MEASURED]
     if without:
-        print(f"scale.py: no step of {' and '.join(without)}: measure it, see --measure", file=sys.stderr)
+        print(f"step_model.py: no step of {' and '.join(without)}: measure it, see --measure", file=sys.stderr)
     if not rows:
         parser.error(f"--parts {args.parts}: there is nothing to show: measure, or take more nodes")
     return print(report.table(rows), end="")

@@ -1,11 +1,11 @@
-"""Jobs with GPUs that are none: run.slurm and SLURM give each process its own, on two nodes."""
+"""Jobs with fake GPUs: run.slurm and SLURM give each process its own, on two nodes."""
 
 import shutil
 from pathlib import Path
 
 import pytest
 
-from harness import gpus
+import fake_gpus
 from harness.jobs import all_nodes, assert_completed, submit, two_processes
 from harness.launchers import copy_example
 from lab import Lab
@@ -13,7 +13,7 @@ from lab import Lab
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.only("gpus"),
-    pytest.mark.skipif(bool(gpus.why_not()), reason=gpus.why_not()),
+    pytest.mark.skipif(bool(fake_gpus.why_not()), reason=fake_gpus.why_not()),
 ]
 
 
@@ -22,14 +22,14 @@ def train(
 ) -> None:
     """Run an epoch in a job, and check that each process has used a GPU of its own, as SLURM has given it."""
     folder = copy_example(source, tmp_path / example)
-    stand_in = Path(shutil.copytree(built, tmp_path / "stand-in"))  # in what the nodes share, and users can read
-    variables = gpus.environment(stand_in, folder / "record")
+    shared = Path(shutil.copytree(built, tmp_path / "fake_gpus"))  # in what the nodes share, and users can read
+    variables = fake_gpus.environment(shared, folder / "record")
     del variables["CUDA_VISIBLE_DEVICES"]  # which SLURM sets
-    variables["FAKE_CUDA_RECORD"] = "record"  # in the job's folder
+    variables["FAKE_GPUS_RECORD"] = "record"  # in the job's folder
     job = submit(lab, example, folder, "--epochs", "1", options=(all_nodes(source), *options), **variables)
     assert_completed(job, 1, processes=nodes * each)
     assert f"{nodes * each} processes on {nodes} node" in job.log and "nccl on cuda" in job.log, job.log
-    records = [one for one in gpus.records(folder / "record") if one["calls"].get("max_memory_allocated")]
+    records = [one for one in fake_gpus.records(folder / "record") if one["calls"].get("max_memory_allocated")]
     assert [one["own"] for one in records] == sorted(nodes * list(range(each))), records
 
 

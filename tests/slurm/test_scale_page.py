@@ -24,24 +24,24 @@ pytestmark = [
 
 def measure(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """Run the study in the repository."""
-    command = [sys.executable, "-m", "studies.scale", *words]
+    command = [sys.executable, "-m", "studies.step_model_check", *words]
     return subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300)
 
 
-def test_scale(example: str, tmp_path: Path) -> None:
+def test_step_model_check(example: str, tmp_path: Path) -> None:
     """Each way moves as many bytes as the model says, no step is shorter than its computing, and the link is found."""
-    from studies.scale import COMPUTING, WEIGHTS, read
+    from studies.step_model_check import COMPUTING, WEIGHTS, read
 
     done = measure("--rates", "50mbit", "--nodes", "1", "2", "--rounds", "1", "--output", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = {(row.way, row.nodes): row for row in read(tmp_path / "scale.csv")}
+    rows = {(row.way, row.nodes): row for row in read(tmp_path / "step_model_check.csv")}
     assert set(rows) == {(way, nodes) for way in ("DDP", "FSDP", "local SGD") for nodes in (1, 2)}
     for (way, nodes), row in rows.items():
         passes = {"DDP": 2, "FSDP": 4, "local SGD": 2 / 8}[way]
         assert row.sent_mb == pytest.approx(passes * (nodes - 1) / nodes * 4 * WEIGHTS / 1e6, rel=0.1, abs=0.01)
         assert row.seconds > 0.8 * COMPUTING and row.scatter > 0
         assert 0 < row.latency < 1 and row.bandwidth < 50e6 / 8
-    assert (tmp_path / "scale.md").read_text().partition("\n\n")[2] in done.stdout
+    assert (tmp_path / "step_model_check.md").read_text().partition("\n\n")[2] in done.stdout
 
 
 def test_archive_on_each_node(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:

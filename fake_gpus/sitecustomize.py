@@ -1,6 +1,6 @@
-"""Python imports this by itself where this folder is on PYTHONPATH: switches the stand-in for CUDA on with torch.
+"""Python imports this by itself where this folder is on PYTHONPATH: switches the fake GPUs on with torch.
 
-Nothing of it is imported without the variable FAKE_CUDA_DEVICES, which the tests alone set: see harness/gpus.py.
+Nothing of it is imported without the variable FAKE_GPUS, which the tests alone set: see __init__.py.
 """
 
 import importlib.abc
@@ -10,7 +10,7 @@ import sys
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
-    """Finds torch as ever, and has `stand_in.install` called as soon as that is imported."""
+    """Finds torch as ever, and has `fake_driver.install` called as soon as that is imported."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
@@ -22,17 +22,13 @@ class AfterTorch(importlib.abc.MetaPathFinder):
 
             def exec_module(module):
                 execute(module)
-                import stand_in
+                import fake_driver
 
-                stand_in.install(module)
+                fake_driver.install(module)
 
             spec.loader.exec_module = exec_module
         return spec
 
 
-if os.environ.get("FAKE_CUDA_DEVICES"):
+if os.environ.get("FAKE_GPUS"):
     sys.meta_path.insert(0, AfterTorch())
-if os.environ.get("TRACE_LINES"):
-    import trace_lines
-
-    trace_lines.start(os.environ["TRACE_LINES"])
