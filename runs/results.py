@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from types import ModuleType
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
