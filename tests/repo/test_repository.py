@@ -232,7 +232,8 @@ def test_hosted_is_careful(hosted: dict[str, Any]) -> None:
 # Which other rooms the modules of a room may import. The folder of an example has its own common/.
 ARROWS: dict[str, set[str]] = {
     "common": set(),
-    "examples": {"common"},
+    "plumbing": set(),
+    "examples": {"common", "plumbing"},
     "preflight": set(),
     "jupyter": set(),
     "runs": {"common"},  # that of the run's example
@@ -240,9 +241,9 @@ ARROWS: dict[str, set[str]] = {
     "lab": set(),
     "fake_gpus": set(),
     "harness": {"common", "lab"},
-    "benchmarks": {"common", "harness", "lab"},
-    "studies": {"benchmarks", "common", "harness", "lab"},
-    "tests": {"benchmarks", "common", "fake_gpus", "harness", "lab", "studies"},
+    "benchmarks": {"common", "harness", "lab", "plumbing"},
+    "studies": {"benchmarks", "common", "harness", "lab", "plumbing"},
+    "tests": {"benchmarks", "common", "fake_gpus", "harness", "lab", "plumbing", "studies"},
     "noxfile.py": {"harness", "lab"},
 }
 
