@@ -285,7 +285,7 @@ def kill_and_resume(
         time.sleep(0.6 * moments.random())  # a random moment: in a step, an evaluation, a save, or after them all
         kill(example, run)
     (folder / HOLD).unlink()
-    run = train(example, folder, 2, *arguments, "--resume", **variables)
+    run = train(example, folder, 2, *arguments, "--resume", seconds=300, **variables)
     assert_same_run(folder / "output", reference.output)
     return run
 

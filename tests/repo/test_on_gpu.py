@@ -416,7 +416,7 @@ def marked(folder: Path) -> list[int]:
 def test_on_fake_gpus(tmp_path: Path) -> None:
     """Two fake GPUs are found and used; what these cannot do, torch.compile, is left out by name."""
     variables = fake_gpus.environment(fake_gpus.build(tmp_path), tmp_path / "record")
-    words = [sys.executable, "-m", "benchmarks.on_gpu", "--out", tmp_path / "out", "--tiny", "--minutes", "20"]
+    words = [sys.executable, "-m", "benchmarks.on_gpu", "--out", str(tmp_path / "out"), "--tiny", "--minutes", "20"]
     words += ["--only", "fsdp", "vision", "small", "lora", "preflight"]
     finish(words, 1700, cwd=ROOT, env=os.environ | variables)
     left = unfilled(tmp_path / "out")
