@@ -1,7 +1,6 @@
 """Own data: what is wrong with files and samples ends in one line, with what was found and what is expected."""
 
 import ast
-import re
 import runpy
 import zipfile
 from collections.abc import Callable, Sequence

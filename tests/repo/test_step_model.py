@@ -78,7 +78,8 @@ def test_overlap() -> None:
     for computing, moving, pieces in ((1, 3, 4), (3, 1, 4), (2, 2, 7), (1, 0, 5), (0, 1, 5), (2, 3, 1)):
         expected = together(computing, moving, pieces)
         assert walk(computing, moving, pieces) == walk(moving, computing, pieces) == pytest.approx(expected)
-        assert together(computing, moving, 1) == together(computing, moving, pieces, overlap=False) == computing + moving
+        apart = together(computing, moving, pieces, overlap=False)
+        assert together(computing, moving, 1) == apart == computing + moving
 
 
 def test_ways() -> None:
