@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import edits, refusals, runs
+from harness import edits, runs
 from harness.processes import wait_until, with_framework
 
 pytestmark = pytest.mark.only("ddp_spawn")
@@ -16,24 +16,6 @@ def test_cores_of_the_job(example: str, folder: Path) -> None:
     """The processes share the cores of the job, --cpus-per-task."""
     run = runs.train(example, folder, 2, "--epochs", 1, SLURM_CPUS_PER_TASK="6")
     assert "2 processes on 1 node, gloo on cpu, 3 threads each" in run.stdout
-
-
-def test_more_processes_than_gpus(example: str, folder: Path) -> None:
-    """On a GPU machine (played here) more processes than GPUs are refused before any of them starts."""
-    edits.play_one_gpu(folder)
-    run = runs.start(example, folder, 2).wait()
-    refusals.assert_refused(run, 2, "2 processes on", "1 GPUs")
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_parent_killed(example: str, folder: Path, number: signal.Signals) -> None:
-    """A signal to the parent alone: its processes end by themselves, no worker outlives it; no traceback."""
-    run = runs.start(example, folder, 2, "--epochs", 1000)
-    run.read_epoch(1)
-    os.kill(run.process.pid, number)
-    wait_until(lambda: not run.workers(), 60, "the end of the processes that have lost their parent")
-    run.wait()
-    assert run.status != 0 and "Traceback" not in run.stderr
 
 
 def test_every_traceback(example: str, folder: Path) -> None:

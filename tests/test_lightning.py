@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from harness import edits, outputs, refusals, runs
-from harness.processes import clean_environment, running, wait_until
+from harness.processes import clean_environment, running
 from harness.runs import Reference
 
 pytestmark = pytest.mark.only("lightning")
@@ -82,17 +82,6 @@ def test_wrong_tasks(example: str, folder: Path) -> None:
     for line, (_, _, text) in zip(errors, list(CASES.values())[1:], strict=True):
         assert text in line and "#SBATCH --ntasks-per-node" in line, line
     assert "2 processes on " in gpus and "which has 1 GPUs" in gpus and run.status == 2
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_parent_killed(example: str, folder: Path, number: signal.Signals) -> None:
-    """A signal to the parent alone: its processes end with it; no traceback."""
-    run = runs.start(example, folder, 2, "--epochs", 1000)
-    run.read_epoch(1)
-    os.kill(run.process.pid, number)
-    wait_until(lambda: not run.pids(), 60, "the end of the processes that have lost their parent")
-    run.wait()
-    assert run.status == -number and "Traceback" not in run.stderr
 
 
 def test_worker_terminated(example: str, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the launchers of torch.distributed's agents share: accumulation, a stop in the warm-up, a killed launcher."""
+"""What few examples share: accumulation, a stop in the warm-up, a killed launcher or parent, too few GPUs."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import edits, outputs, runs
+from harness import edits, outputs, refusals, runs
 from harness.launchers import LAUNCHERS
 from harness.processes import wait_until
 
@@ -83,3 +83,25 @@ def test_launcher_killed(example: str, folder: Path) -> None:
     os.kill(run.process.pid, signal.SIGKILL)
     wait_until(lambda: not run.pids(), 60, "the end of the processes that have lost their launcher")
     run.wait()
+
+
+@pytest.mark.only("ddp_spawn", "lightning")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_parent_killed(example: str, folder: Path, number: signal.Signals) -> None:
+    """A signal to the parent alone: its processes end by themselves, none outlives it; no traceback."""
+    run = runs.start(example, folder, 2, "--epochs", 1000)
+    run.read_epoch(1)
+    os.kill(run.process.pid, number)
+    left = run.pids if example == "lightning" else run.workers
+    wait_until(lambda: not left(), 60, "the end of the processes that have lost their parent")
+    run.wait()
+    assert run.status == -number if example == "lightning" else run.status != 0
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.only("ddp_spawn", "torchrun_multinode")
+def test_more_processes_than_gpus(example: str, folder: Path) -> None:
+    """On a node with fewer GPUs (played here) than processes they refuse before they meet, or before they start."""
+    edits.play_one_gpu(folder)
+    run = runs.start(example, folder, 2).wait()
+    refusals.assert_refused(run, LAUNCHERS[example].status_after_bad_input, "2 processes on", "1 GPUs")
