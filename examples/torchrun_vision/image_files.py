@@ -547,7 +547,7 @@ def tars_in(path):
 
 
 def class_of(path):
-    """Return the class of an image, or of a folder that ends in "/", in one Unicode form, or None."""
+    """Return the class of an image, or of a folder that ends in "/", in Unicode NFC, or None."""
     parts = path.split("/", 2)
     if len(parts) < 3:
         return None
