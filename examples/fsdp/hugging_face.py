@@ -1,4 +1,4 @@
-"""Turn the model that train.py has left into one of Hugging Face's format, which `transformers` loads, and back.
+"""Turn the model that train.py has left into one that `transformers` loads, and back.
 
 python hugging_face.py export --output-dir output --folder gpt
 python hugging_face.py import --output-dir imported --folder gpt
@@ -15,18 +15,23 @@ import torch
 
 from common.models import TinyGPT
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # it reads and writes local folders only
+os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads and writes local folders only
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-# TinyGPT is a GPT-2 under other names, but for three layers where GPT-2 has one, and for its exact GELU.
+# TinyGPT is a GPT-2 under other names, but for three layers where GPT-2 has one, and for its exact
+# GELU.
 NAMES = {"token": "wte", "position": "wpe", "norm": "ln_f"}
-BLOCK = {"norm1": "ln_1", "norm2": "ln_2", "proj": "attn.c_proj", "mlp.0": "mlp.c_fc", "mlp.2": "mlp.c_proj"}
+BLOCK = {"norm1": "ln_1", "norm2": "ln_2", "proj": "attn.c_proj"}
+BLOCK |= {"mlp.0": "mlp.c_fc", "mlp.2": "mlp.c_proj"}
 QUERY_KEY_VALUE = "attn.c_attn"
 
 
 def transposed(weight):
-    """Return a weight as the other model keeps it: of linear layers (inputs, outputs) for (outputs, inputs)."""
+    """Return a weight as the other model keeps it.
+
+    Of a linear layer one has (inputs, outputs), and the other has (outputs, inputs).
+    """
     return weight.T if weight.dim() == 2 else weight
 
 
@@ -67,62 +72,82 @@ def import_weights(weights, layers):
 
 def byte_tokenizer():
     """Return a tokenizer whose token N is the byte N of the text in UTF-8, as train.py reads it."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # a letter for each byte: its own, where that can be printed
+    # The alphabet has a letter for each byte: its own, where that can be printed.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = {letter: ord(letter) for letter in alphabet if ord(letter) < 256}
-    others = (byte for byte in range(256) if chr(byte) not in tokens)
-    tokens |= dict(zip((letter for letter in alphabet if ord(letter) >= 256), others, strict=True))
+    bytes_left = [byte for byte in range(256) if chr(byte) not in tokens]
+    letters_left = [letter for letter in alphabet if ord(letter) >= 256]
+    tokens |= dict(zip(letters_left, bytes_left, strict=True))
     tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+    options = {"tokenizer_object": tokenizer, "clean_up_tokenization_spaces": False}
+    return transformers.PreTrainedTokenizerFast(**options)
 
 
 @torch.no_grad()
 def check_same(ours, theirs):
-    """Raise ValueError if two models have other logits: one of them has something that the other lacks."""
+    """Raise ValueError if two models have other logits: one has something that the other lacks."""
     tokens = torch.arange(min(8, ours.context)) % ours.token.num_embeddings
-    one = copy.deepcopy(ours).double().eval()(tokens[None])  # in fp64, where rounding hides nothing
+    # In fp64 rounding hides nothing.
+    one = copy.deepcopy(ours).double().eval()(tokens[None])
     other = copy.deepcopy(theirs).double().eval()(tokens[None]).logits
     if not one.isfinite().all():
         raise ValueError("its outputs are no numbers")
     if (one - other).abs().max() > 1e-5 * one.abs().max():
-        raise ValueError(
-            "TinyGPT and GPT-2 with its weights have other outputs: it has settings that one of them lacks"
-        )
+        wrong = "TinyGPT and GPT-2 with its weights have other outputs"
+        raise ValueError(f"{wrong}: it has settings that one of them lacks")
 
 
 def export_model(output_dir, target):
     """Write the model in an output folder of train.py as a folder that `transformers` loads."""
     shape = json.loads((output_dir / "model.json").read_text())
     weights = torch.load(output_dir / "model.pt", weights_only=True)
-    sizes = {"n_positions": shape["context"], "n_embd": shape["width"], "n_layer": shape["layers"]}
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    sizes |= {"n_head": shape["heads"], "activation_function": "gelu", "bos_token_id": None, "eos_token_id": None}
-    config = transformers.GPT2Config(vocab_size=len(weights["token.weight"]), **sizes, **dropout)
-    model = transformers.GPT2LMHeadModel(config).to(weights["token.weight"].dtype)
+    dtype = weights["token.weight"].dtype
+    config = transformers.GPT2Config(
+        vocab_size=len(weights["token.weight"]),
+        n_positions=shape["context"],
+        n_embd=shape["width"],
+        n_layer=shape["layers"],
+        n_head=shape["heads"],
+        activation_function="gelu",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = transformers.GPT2LMHeadModel(config).to(dtype)
     model.load_state_dict(export_weights(weights, shape["layers"]))
-    ours = TinyGPT(**shape).to(weights["token.weight"].dtype)
+    ours = TinyGPT(**shape).to(dtype)
     ours.load_state_dict(weights)
     check_same(ours, model)
     model.save_pretrained(target)
-    if config.vocab_size == 256:  # else the tokens are your own
+    if config.vocab_size == 256:  # otherwise the tokens are your own
         byte_tokenizer().save_pretrained(target)
 
 
 def import_model(folder, target):
-    """Write the GPT-2 in a folder as model.pt and model.json, as train.py does; ValueError if TinyGPT cannot be it."""
+    """Write the GPT-2 in a folder as model.pt and model.json, as train.py does.
+
+    Raise ValueError if TinyGPT cannot be it.
+    """
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     known = config.model_type == "gpt2" and config.activation_function == "gelu"
     if not known or config.n_inner not in (None, 4 * config.n_embd):
-        raise ValueError("its config.json is not of a GPT-2 with the exact gelu, as `export` writes it")
+        wrong = "its config.json is not of a GPT-2 with the exact gelu"
+        raise ValueError(f"{wrong}, as `export` writes it")
     load = transformers.GPT2LMHeadModel.from_pretrained
     model, loaded = load(folder, local_files_only=True, dtype="auto", output_loading_info=True)
     if loaded["missing_keys"]:  # these would be random
         raise ValueError(f"it has no weights for {min(loaded['missing_keys'])}")
-    if further := [name for name in loaded["unexpected_keys"] if ".h." in name and "attn.bias" not in name]:
-        raise ValueError(f"it has weights of further layers, such as {further[0]}, which its config.json does not name")
-    shape = {"context": config.n_positions, "width": config.n_embd, "heads": config.n_head, "layers": config.n_layer}
-    shape |= {"vocab": config.vocab_size}
+    in_layers = [name for name in loaded["unexpected_keys"] if ".h." in name]
+    further = [name for name in in_layers if "attn.bias" not in name]
+    if further:
+        wrong = f"it has weights of further layers, such as {further[0]}"
+        raise ValueError(f"{wrong}, which its config.json does not name")
+    shape = {"context": config.n_positions, "width": config.n_embd, "heads": config.n_head}
+    shape |= {"layers": config.n_layer, "vocab": config.vocab_size}
     weights = import_weights(model.state_dict(), config.n_layer)
     ours = TinyGPT(**shape).to(model.dtype)
     ours.load_state_dict(weights)
@@ -133,14 +158,20 @@ def import_model(folder, target):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("direction", choices=("export", "import"), help="from --output-dir to --folder, or back")
-    parser.add_argument("--output-dir", type=Path, required=True, help="folder with model.pt and model.json")
-    parser.add_argument("--folder", type=Path, required=True, help="folder in Hugging Face's format")
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    add = parser.add_argument
+    add("direction", choices=("export", "import"), help="from --output-dir to --folder, or back")
+    add("--output-dir", type=Path, required=True, help="folder with model.pt and model.json")
+    add("--folder", type=Path, required=True, help="folder in Hugging Face's format")
     args = parser.parse_args()
-    source, target, convert = args.output_dir, args.folder, export_model
+    convert = export_model
+    source = args.output_dir
+    target = args.folder
     if args.direction == "import":
-        source, target, convert = args.folder, args.output_dir, import_model
+        convert = import_model
+        source = args.folder
+        target = args.output_dir
     if target.exists():
         parser.error(f"{target} is there already: nothing was written")
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
@@ -148,7 +179,8 @@ def main():
         convert(source, temporary)
         os.replace(temporary, target)
     except Exception as error:  # a damaged file can raise almost anything
-        parser.error(f"{source} cannot be converted: {str(error).strip().partition(chr(10))[0] or repr(error)}")
+        line, _, _ = str(error).strip().partition("\n")
+        parser.error(f"{source} cannot be converted: {line or repr(error)}")
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     print(f"{target} is {source} in the other format")

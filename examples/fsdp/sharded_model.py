@@ -42,7 +42,7 @@ def ignore_warnings():
 
 
 def without_values(model, device):
-    """Return the model with memory for its shards; buffers are marked as unset, for check_model."""
+    """Return the model with memory for its shards; its buffers are unset, see check_values."""
     model = model.to_empty(device=device)
     for buffer in model.buffers():
         buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
@@ -83,7 +83,8 @@ def check_values(model, progress):
     zero = [name for name, value in zip(weights, values.tolist(), strict=True) if value == 0]
     if zero and rank() == 0 and not progress["step"]:
         names = ", ".join(zero[:5])
-        print(f"note: all values of {names} are 0: initialise() gives weights others by their names")
+        advice = "initialise() gives weights others by their names"
+        print(f"note: all values of {names} are 0: {advice}")
 
 
 @torch.no_grad()
@@ -98,12 +99,13 @@ def check_causal(args, model):
     start = [1, 2, 3][: length - 1]
     one = model(torch.tensor([[*start, 0]], device=device))
     other = model(torch.tensor([[*start, 1]], device=device))
-    model.reshard()  # otherwise weights that are in no block would stay gathered until the first step
+    # Otherwise weights that are in no block would stay gathered until the first step.
+    model.reshard()
     if not one.isfinite().all():
         advice = "look at the first values in initialise()"
         fail(f"the model's outputs are no numbers before the first step: {advice}")
-    # Both are computed in the same way, unless tokens share a matrix product, as with a mixture of
-    # experts.
+    # Both are computed in the same way, unless tokens share a matrix product, such as in a mixture
+    # of experts.
     rounding = 0.02 if args.precision == "bf16" else 1e-4
     if (one - other)[:, :-1].abs().max() > rounding * one.abs().max():
         wrong = "its outputs depend on later tokens, which it has to predict"

@@ -1,8 +1,8 @@
-"""Write a small language model with random weights, and its tokenizer, into `model/`: `python make_model.py`.
+"""Write a small language model with random weights, and its tokenizer, into `model/`.
 
-Both are in the format of Hugging Face, as a model from the hub is, so that everything runs without the internet. The
-tokenizer is a byte-level BPE that is trained on a text: it can write any script, since what it does not know it writes
-as bytes of UTF-8.
+`python make_model.py` writes both in the format of Hugging Face, as a model from the hub is, so
+that everything runs without the internet. The tokenizer is a byte-level BPE that is trained on a
+text: it can write any script, since what it does not know it writes as bytes of UTF-8.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common import data
 
-END = "<|end|>"  # the token that ends a text
+END = "<|end|>"  # this token ends a text
 
 
 def make_tokenizer(text, size):
@@ -24,10 +24,15 @@ def make_tokenizer(text, size):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, clean_up_tokenization_spaces=False)
+    options = {"eos_token": END, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
 def make_model(vocabulary, end):
@@ -39,7 +44,7 @@ def make_model(vocabulary, end):
         num_hidden_layers=4,
         num_attention_heads=4,
         max_position_embeddings=256,
-        initializer_range=0.05,  # the default, 0.02, is for wider models: this one would hardly learn
+        initializer_range=0.05,  # with the default, 0.02, so narrow a model would hardly learn
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=end,
@@ -48,14 +53,18 @@ def make_model(vocabulary, end):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--folder", type=Path, default="model", help="the folder to write; it must not exist yet")
-    parser.add_argument("--text-file", type=Path, default="text.txt", help="text that the tokenizer is trained on")
-    parser.add_argument("--vocabulary", type=int, default=320, help="number of tokens, at most")
-    parser.add_argument("--seed", type=int, default=0, help="seed for the random weights")
+    defaults = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=defaults)
+    add = parser.add_argument
+    add("--folder", type=Path, default="model", help="the folder to write; it must not exist yet")
+    text = "text that the tokenizer is trained on"
+    add("--text-file", type=Path, default="text.txt", help=text)
+    add("--vocabulary", type=int, default=320, help="number of tokens, at most")
+    add("--seed", type=int, default=0, help="seed for the random weights")
     args = parser.parse_args()
     if not 257 <= args.vocabulary <= 10**6:
-        parser.error(f"--vocabulary must be from 257, the bytes and {END}, to a million, not {args.vocabulary}")
+        limits = f"from 257, the bytes and {END}, to a million"
+        parser.error(f"--vocabulary must be {limits}, not {args.vocabulary}")
     if not 0 <= args.seed < 2**63:
         parser.error(f"--seed must be from 0 to {2**63 - 1}, not {args.seed}")
     if args.folder.exists():

@@ -1,6 +1,7 @@
-"""The model and the text that the user brings: train.py calls this to read them, and to write what was trained.
+"""The model and the text that the user brings.
 
-What cannot be used, such as a download that was cut off, is refused in one line.
+train.py calls this to read them, and to write what was trained. What cannot be used, such as a
+download that was cut off, is refused in one line.
 """
 
 import argparse
@@ -23,16 +24,23 @@ try:
     import transformers
     from safetensors import SafetensorError
 except ImportError as error:
-    argparse.ArgumentParser().exit(2, f"train.py: error: {error}: pip install -r requirements.txt\n")
+    advice = "pip install -r requirements.txt"
+    argparse.ArgumentParser().exit(2, f"train.py: error: {error}: {advice}\n")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-# DDP's new name for it is not known before PyTorch 2.15, and peft asks transformers for the old name of a setting.
-warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated|`is_gradient_checkpointing` is deprecated")
-# peft sets the first to what GPT-2's layers need, and has no such patterns for a mixture of experts.
-warnings.filterwarnings("ignore", "fan_in_fan_out is set to False|The following (rank|alpha)_pattern keys")
-LOCAL = {"local_files_only": True, "trust_remote_code": False}  # nor does it ask whether to run a model's own code
+# DDP's new name for it is not known before PyTorch 2.15.
+warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
+# peft asks transformers for the old name of a setting.
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+# peft sets this to what GPT-2's layers need.
+warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
+# peft has no such patterns for a mixture of experts.
+warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")
+# transformers neither downloads anything nor asks whether to run a model's own code.
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
 DOWNLOAD = "hf download NAME --local-dir FOLDER, on a login node"
-NEEDED = "take a causal one, such as Llama, Qwen or GPT-2, which predicts a token from those before it"
+CAUSAL = "which predicts a token from those before it"
+NEEDED = f"take a causal one, such as Llama, Qwen or GPT-2, {CAUSAL}"
 
 
 def check_args(parser, args):
@@ -42,74 +50,102 @@ def check_args(parser, args):
     if args.lora_dropout >= 1:
         parser.error(f"--lora-dropout must be from 0 to below 1, not {args.lora_dropout}")
     if args.full and args.merge:
-        parser.error("--merge adds adapters to the model, and with --full there are none: leave one of the two out")
+        wrong = "--merge adds adapters to the model, and with --full there are none"
+        parser.error(f"{wrong}: leave one of the two out")
 
 
 def check_folder(folder):
-    """Refuse a folder without a language model whose weights are all there and can be trained, and say what it has."""
+    """Refuse a folder without a language model whose weights are all there and can be trained."""
+    where = f"--model-dir {folder}"
     if not (folder / "config.json").exists():
-        fail(f"--model-dir {folder}: there is no config.json, {what_is_there(folder)}")
-    if (folder / "adapter_config.json").exists():  # transformers would load the model that these were made for
-        advice = "merge them by peft's merge_and_unload, or move adapter_* away"
-        fail(f"--model-dir {folder} has adapters beside a model, which would not be the model that it names: {advice}")
+        fail(f"{where}: there is no config.json, {what_is_there(folder)}")
+    # transformers would load the model that these adapters were made for.
+    if (folder / "adapter_config.json").exists():
+        wrong = "has adapters beside a model, which would not be the model that it names"
+        fail(f"{where} {wrong}: merge them by peft's merge_and_unload, or move adapter_* away")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
-        index = folder / "model.safetensors.index.json"
-        parts = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
+        parts = weight_files(folder)
         missing = sorted(part for part in parts if not (folder / part).exists())
-        small = [path for path in sorted(folder.iterdir()) if path.is_file() and path.stat().st_size < 1024]
-        pointers = [path.name for path in small if path.read_bytes().startswith(b"version https://git-lfs")]
-    except Exception as error:  # depends on which file is missing or damaged
+        pointers = git_lfs_pointers(folder)
+    except Exception as error:  # it depends on which file is missing or damaged
         if any(text in str(error) for text in ("trust_remote_code", "does not recognize")):
-            version = f"transformers {transformers.__version__} does not have"
-            fail(f"--model-dir {folder} needs code that {version} ({one_line(error)}): take another model")
-        fail(f"--model-dir {folder}: its model cannot be loaded ({one_line(error)}): copy it there again")
+            wrong = f"needs code that transformers {transformers.__version__} does not have"
+            fail(f"{where} {wrong} ({one_line(error)}): take another model")
+        fail(f"{where}: its model cannot be loaded ({one_line(error)}): copy it there again")
     name = ", ".join(getattr(config, "architectures", None) or [config.model_type])
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
-        fail(f"--model-dir {folder} has {name}, which is no causal language model: {NEEDED}")
-    if quantised := getattr(config, "quantization_config", None):
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        fail(f"--model-dir {folder} has a quantised model ({method}): take that with weights of bf16, fp16 or fp32")
+        fail(f"{where} has {name}, which is no causal language model: {NEEDED}")
+    quantised = getattr(config, "quantization_config", None)
+    if quantised:
+        is_dict = isinstance(quantised, dict)
+        method = quantised.get("quant_method") if is_dict else quantised.quant_method
+        advice = "take that with weights of bf16, fp16 or fp32"
+        fail(f"{where} has a quantised model ({method}): {advice}")
     if pointers:
         advice = f"`git lfs pull` there, or {DOWNLOAD}"
-        fail(f"--model-dir {folder}: {pointers[0]} only points to a file of Git LFS: {advice}")
+        fail(f"{where}: {pointers[0]} only points to a file of Git LFS: {advice}")
     if missing:
-        found = f"of its {len(parts)} files of weights {len(missing)} are missing, such as {missing[0]}"
-        fail(f"--model-dir {folder}: {found}: copy them there, or use once more {DOWNLOAD}")
+        wrong = f"of its {len(parts)} files of weights {len(missing)} are missing"
+        advice = f"copy them there, or use once more {DOWNLOAD}"
+        fail(f"{where}: {wrong}, such as {missing[0]}: {advice}")
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
-        fail(f"--model-dir {folder}: its model cannot be loaded, {what_is_there(folder)}")
+        fail(f"{where}: its model cannot be loaded, {what_is_there(folder)}")
+
+
+def weight_files(folder):
+    """Return the names of the files of weights that a folder's index names, if it has an index."""
+    index = folder / "model.safetensors.index.json"
+    return set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
+
+
+def git_lfs_pointers(folder):
+    """Return the names of the files in a folder that only point to a file of Git LFS."""
+    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    small = [path for path in files if path.stat().st_size < 1024]
+    start = b"version https://git-lfs"
+    return [path.name for path in small if path.read_bytes().startswith(start)]
 
 
 def what_is_there(folder):
     """Return what a folder without a model has instead, and what to do."""
     if folder.is_file():
-        return "it is a file: give the folder of a model, with config.json, tokenizer.json and *.safetensors"
+        advice = "give the folder of a model, with config.json, tokenizer.json and *.safetensors"
+        return f"it is a file: {advice}"
+    make = "`python make_model.py` writes a small model; a real one is downloaded"
     if not folder.exists():
-        real = f"hf download {folder} --local-dir FOLDER" if len(folder.parts) == 2 else DOWNLOAD
-        return f"and no such folder. `python make_model.py` writes a small model; a real one is downloaded: {real}"
-    if (adapters := folder / "adapter_config.json").exists():
+        named = len(folder.parts) == 2  # it is NAME, such as Qwen/Qwen3-0.6B
+        real = f"hf download {folder} --local-dir FOLDER" if named else DOWNLOAD
+        return f"and no such folder. {make}: {real}"
+    adapters = folder / "adapter_config.json"
+    if adapters.exists():
         try:
             base = json.loads(adapters.read_text())["base_model_name_or_path"]
         except (OSError, ValueError, KeyError, TypeError):
             base = "the base model"
-        return f"it has adapters alone: give the folder of their base model ({base}), or of the two merged (--merge)"
-    if found := sorted(folder.glob("*.gguf")):
-        return f"it has {found[0].name}, of llama.cpp: take the model in Hugging Face's format, with *.safetensors"
+        advice = f"give the folder of their base model ({base}), or of the two merged (--merge)"
+        return f"it has adapters alone: {advice}"
+    other = sorted(folder.glob("*.gguf"))
+    if other:
+        advice = "take the model in Hugging Face's format, with *.safetensors"
+        return f"it has {other[0].name}, of llama.cpp: {advice}"
     if sorted(folder.glob("consolidated*")):
-        return f"it has a model in Meta's or Mistral's own format: take that in Hugging Face's: {DOWNLOAD}"
+        wrong = "it has a model in Meta's or Mistral's own format"
+        return f"{wrong}: take that in Hugging Face's: {DOWNLOAD}"
     inner = sorted([*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")])
     if inner:
         return f"but there is one in {inner[0].parent}: give that folder"
-    return f"`python make_model.py` writes a small model; a real one is downloaded: {DOWNLOAD}"
+    return f"{make}: {DOWNLOAD}"
 
 
 def load_tokenizer(args):
-    """Return the tokenizer of the model in --model-dir; refuse a folder that has none, or no model."""
+    """Return the tokenizer in --model-dir; refuse a folder that has none, or no model."""
     check_folder(args.model_dir)
     try:
         return transformers.AutoTokenizer.from_pretrained(args.model_dir, **LOCAL)
-    except Exception as error:  # depends on which file is missing or damaged
-        fail(f"--model-dir {args.model_dir}: its tokenizer cannot be loaded ({one_line(error)}): copy it there again")
+    except Exception as error:  # it depends on which file is missing or damaged
+        wrong = f"its tokenizer cannot be loaded ({one_line(error)})"
+        fail(f"--model-dir {args.model_dir}: {wrong}: copy it there again")
 
 
 def read_text(args):
@@ -122,64 +158,87 @@ def read_text(args):
 
 
 def tokenize(args, tokenizer, text):
-    """Return the text's tokens, and note in `args` what later checks need; refuse too few of them, or unknown ones."""
+    """Return the text's tokens, and note in `args` what later checks need.
+
+    Refuse a text with too few tokens, or too many that are unknown.
+    """
     tokens = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
-    unknown = (tokens == tokenizer.unk_token_id).sum().item() if tokenizer.unk_token_id is not None else 0
+    unknown = 0
+    if tokenizer.unk_token_id is not None:
+        unknown = (tokens == tokenizer.unk_token_id).sum().item()
     if unknown > len(tokens) / 10:  # to predict these is easy, and worth nothing
-        found = f"{unknown} of the {len(tokens)} tokens of {args.text_file} are {tokenizer.unk_token}"
-        fail(f"--model-dir {args.model_dir}: {found}: take a model whose tokenizer knows this script")
+        wrong = f"tokens of {args.text_file} are {tokenizer.unk_token}"
+        advice = "take a model whose tokenizer knows this script"
+        fail(f"--model-dir {args.model_dir}: {unknown} of the {len(tokens)} {wrong}: {advice}")
     return check_tokens(args, tokens)
 
 
 def check_tokens(args, tokens):
     """Return the tokens, and note in `args` what later checks need; refuse too few of them."""
-    if len(tokens) <= 2 * args.context:  # a sample to train on and one to test with, shifted by a token
+    # There must be a sample to train on and one to test with, each shifted by a token.
+    if len(tokens) <= 2 * args.context:
+        wrong = f"--text-file {args.text_file} has {len(tokens)} tokens"
         least = f"--context {args.context} needs more than {2 * args.context}"
         most = f", or --context {(len(tokens) - 1) // 2}" if len(tokens) > 2 else ""
-        fail(f"--text-file {args.text_file} has {len(tokens)} tokens, and {least}: use a longer text{most}")
+        fail(f"{wrong}, and {least}: use a longer text{most}")
     args.text = checksum([tokens])
     _, args.largest_token = data.token_range(tokens)
     return tokens
 
 
 def load_model(args, dtype):
-    """Return the model in --model-dir, and note in `args` what it is; refuse one that does not fit or is damaged."""
+    """Return the model in --model-dir, and note in `args` what it is.
+
+    Refuse one that does not fit or is damaged.
+    """
     model = read_model(args.model_dir, dtype, args.largest_token)
     most = longest(model)
     if most and args.context > most:
-        fail(f"--context {args.context} is more than the {most} tokens that the model in {args.model_dir} can take")
-    args.model, args.base = type(model).__name__, checksum(model.parameters())
-    check_logits(args.model_dir, model.to("cuda" if torch.cuda.is_available() else "cpu"), args.precision == "bf16")
+        limit = f"the {most} tokens that the model in {args.model_dir} can take"
+        fail(f"--context {args.context} is more than {limit}")
+    args.model = type(model).__name__
+    args.base = checksum(model.parameters())
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    check_logits(args.model_dir, model, args.precision == "bf16")
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return model
 
 
 def read_model(path, dtype, largest_token):
-    """Return the model in a folder; refuse one that is damaged, or that does not know the largest token."""
+    """Return the model in a folder; refuse one that is damaged, or lacks the largest token."""
     load = transformers.AutoModelForCausalLM.from_pretrained
-    how = {"ignore_mismatched_sizes": True, "output_loading_info": True}  # an error would not name these weights
-    folder, advice = f"--model-dir {path}", "copy it there again, with the config.json that belongs to it"
+    # An error would not name the weights of another shape.
+    how = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    where = f"--model-dir {path}"
+    advice = "copy it there again, with the config.json that belongs to it"
     try:
         model, loaded = load(path, dtype=dtype, **LOCAL, **how)
-    except Exception as error:  # depends on which file is missing or damaged
-        fail(f"{folder}: its model cannot be loaded ({one_line(error)}): copy it there again")
-    if other := sorted(map(str, loaded["mismatched_keys"])):
-        fail(f"{folder}: of {len(other)} weights the shape is another one than config.json says, {other[0]}: {advice}")
-    if missing := sorted(loaded["missing_keys"]):  # these would be random
-        fail(f"{folder} has no weights for {', '.join(missing[:3])}: {advice}, or {NEEDED}")
+    except Exception as error:  # it depends on which file is missing or damaged
+        fail(f"{where}: its model cannot be loaded ({one_line(error)}): copy it there again")
+    other = sorted(map(str, loaded["mismatched_keys"]))
+    if other:
+        wrong = f"of {len(other)} weights the shape is another one than config.json says"
+        fail(f"{where}: {wrong}, {other[0]}: {advice}")
+    missing = sorted(loaded["missing_keys"])
+    if missing:  # these would be random
+        fail(f"{where} has no weights for {', '.join(missing[:3])}: {advice}, or {NEEDED}")
     kinds = {by_kind(name) for name in model.state_dict()}
-    if dropped := sorted(name for name in loaded["unexpected_keys"] if by_kind(name) in kinds):
-        fail(f"{folder} has weights of further layers, such as {dropped[0]}, which config.json does not name: {advice}")
-    if largest_token >= (known := model.get_input_embeddings().num_embeddings):
-        text = f"its tokenizer has token {largest_token}, its model only {known} tokens"
-        fail(f"{folder}: {text}: copy both there from one source")
+    dropped = sorted(name for name in loaded["unexpected_keys"] if by_kind(name) in kinds)
+    if dropped:
+        wrong = f"has weights of further layers, such as {dropped[0]}"
+        fail(f"{where} {wrong}, which config.json does not name: {advice}")
+    known = model.get_input_embeddings().num_embeddings
+    if largest_token >= known:
+        wrong = f"its tokenizer has token {largest_token}, its model only {known} tokens"
+        fail(f"{where}: {wrong}: copy both there from one source")
     return model
 
 
 def longest(model):
     """Return how many tokens a model can take, or 0 if it has no such limit."""
-    return max(0, getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0)
+    config = model.config.get_text_config()
+    return max(0, getattr(config, "max_position_embeddings", None) or 0)
 
 
 def by_kind(name):
@@ -188,33 +247,45 @@ def by_kind(name):
 
 
 def check_logits(folder, model, bf16=False):
-    """Refuse a model whose logits are no numbers, or depend on later tokens: those it would have to predict.
+    """Refuse a model whose logits are no numbers, or depend on the later tokens, which it predicts.
 
-    The gradient of the earlier logits by the last token's embedding is exactly 0 if the model is causal. (The logits
-    themselves may change in the rounding, as with a mixture of experts.) What takes no part in it, such as a vision
-    tower, is frozen: DistributedDataParallel would wait for its gradients.
+    The gradient of the earlier logits by the last token's embedding is exactly 0 if the model is
+    causal. The logits themselves may change in the rounding, such as with a mixture of experts.
+    What takes no part in it, such as a vision tower, is frozen: DistributedDataParallel would wait
+    for its gradients.
     """
-    embedding, used, outputs = model.get_input_embeddings(), set(), []
-    hooks = [module.register_forward_hook(lambda module, *_: used.add(module)) for module in model.modules()]
-    hooks.append(embedding.register_forward_hook(lambda module, inputs, output: outputs.append(output)))
-    tokens = (torch.arange(4, device=model.device) + embedding.num_embeddings // 2) % embedding.num_embeddings
+    name = type(model).__name__
+    embedding = model.get_input_embeddings()
+    used = set()
+    embedded = []
+
+    def note(module, inputs, output):
+        used.add(module)
+        if module is embedding:
+            embedded.append(output)
+
+    hooks = [module.register_forward_hook(note) for module in model.modules()]
+    known = embedding.num_embeddings
+    tokens = (torch.arange(4, device=model.device) + known // 2) % known
     try:
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
             logits = model(tokens[None], use_cache=False).logits.float()
-    except Exception as error:  # depends on what else the model needs
-        fail(f"--model-dir {folder}: {type(model).__name__} cannot read tokens ({one_line(error)}): {NEEDED}")
+    except Exception as error:  # it depends on what else the model needs
+        fail(f"--model-dir {folder}: {name} cannot read tokens ({one_line(error)}): {NEEDED}")
     for hook in hooks:
         hook.remove()
     if not logits.isfinite().all():
-        wrong = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
-        found = f"{len(wrong)} of its weights have values that are no numbers, such as {wrong[0]}" if wrong else ""
+        bad = [key for key, weight in model.named_parameters() if not weight.isfinite().all()]
+        what = model.dtype
+        if bad:
+            what = f"{len(bad)} of its weights have values that are no numbers, such as {bad[0]}"
         advice = "copy it there again, or use --precision fp32"
-        fail(f"--model-dir {folder}: the model's outputs are no numbers ({found or model.dtype}): {advice}")
-    (gradient,) = torch.autograd.grad(logits[:, :-1].square().sum(), outputs[0])
+        fail(f"--model-dir {folder}: the model's outputs are no numbers ({what}): {advice}")
+    (gradient,) = torch.autograd.grad(logits[:, :-1].square().sum(), embedded[0])
     by_token = gradient.reshape(len(tokens), -1).float().abs().amax(1)
     if by_token[-1] > 1e-5 * by_token.max():
-        name = type(model).__name__
-        fail(f"--model-dir {folder}: {name} is not causal, its outputs depend on later tokens: {NEEDED}")
+        wrong = f"{name} is not causal, its outputs depend on later tokens"
+        fail(f"--model-dir {folder}: {wrong}: {NEEDED}")
     for part in (*model.children(), *model.base_model.children()):
         if used.isdisjoint(part.modules()):
             part.requires_grad_(False)
@@ -222,49 +293,70 @@ def check_logits(folder, model, bf16=False):
 
 def one_line(error):
     """Return the first line of an error's message, which may have many."""
-    return str(error).strip().partition("\n")[0] or repr(error)
+    line, _, _ = str(error).strip().partition("\n")
+    return line or repr(error)
 
 
 def checksum(tensors):
-    """Return a checksum of tensors: a checkpoint of adapters is worth nothing with another base model or text."""
+    """Return a checksum of tensors.
+
+    A checkpoint of adapters is worth nothing with another base model or text.
+    """
     found = 0
     for tensor in tensors:
-        found = zlib.crc32(tensor.detach().flatten().contiguous().view(torch.uint8).numpy(), found)
+        content = tensor.detach().flatten().contiguous().view(torch.uint8).numpy()
+        found = zlib.crc32(content, found)
     return f"{found:08x}"
 
 
+def last_part(name):
+    """Return the last part of a layer's name, such as q_proj."""
+    return name.split(".")[-1]
+
+
 def target_modules(args, model):
-    """Return --target-modules as peft expects it; refuse names that none of the model's linear layers has."""
+    """Return --target-modules as peft expects it.
+
+    Refuse names that none of the model's linear layers has.
+    """
+    layers = dict(model.named_modules())
     kinds = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)  # the second is GPT-2's
-    linear = {name: layer.weight for name, layer in model.named_modules() if isinstance(layer, kinds)}
-    frozen = [name for name, weight in linear.items() if not weight.requires_grad]  # see check_logits
+    linear = {name: layer.weight for name, layer in layers.items() if isinstance(layer, kinds)}
+    # check_logits has frozen what takes no part.
+    frozen = [name for name, weight in linear.items() if not weight.requires_grad]
     # peft refuses two of these, and of the third Mamba takes the weight alone, past the adapter.
     mamba = {"out_proj", "conv1d", "dt_proj"} if "mamba" in model.config.model_type else set()
-    known = {name.rpartition(".")[2] for name in linear} - mamba
+    known = {last_part(name) for name in linear} - mamba
     names = {name.strip() for name in args.target_modules.split(",")}
     if args.target_modules == "all-linear":
         if not frozen and not mamba:
             return args.target_modules
-        heads = {name for name, layer in model.named_modules() if layer is model.get_output_embeddings()}
-        names = known - {name.rpartition(".")[2] for name in heads}
-    if unknown := sorted(names - known):
-        fail(f"--target-modules {', '.join(unknown)}: the model in {args.model_dir} has {', '.join(sorted(known))}")
-    chosen = {name: weight for name, weight in linear.items() if name.rpartition(".")[2] in names}
-    if args.merge and any(weight is model.get_input_embeddings().weight for weight in chosen.values()):
-        fail("--target-modules with the output layer, whose weight is also the embedding's: leave it out with --merge")
+        head = model.get_output_embeddings()
+        names = known - {last_part(name) for name, layer in layers.items() if layer is head}
+    unknown = ", ".join(sorted(names - known))
+    if unknown:
+        has = ", ".join(sorted(known))
+        fail(f"--target-modules {unknown}: the model in {args.model_dir} has {has}")
+    chosen = {name: weight for name, weight in linear.items() if last_part(name) in names}
+    embedding = model.get_input_embeddings().weight
+    if args.merge and any(weight is embedding for weight in chosen.values()):
+        wrong = "--target-modules with the output layer, whose weight is also the embedding's"
+        fail(f"{wrong}: leave it out with --merge")
     if frozen:
         return [name for name, weight in chosen.items() if weight.requires_grad]
     return sorted(names)
 
 
 def write_folder(folder, *parts):
-    """Write what parts, such as a model, save into a temporary folder, which takes the place of `folder`, complete."""
-    temporary, old = (folder.with_name(f"{folder.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
+    """Write what parts, such as a model, save, into a folder: all of it or nothing."""
+    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    old = folder.with_name(f"{folder.name}.{os.getpid()}.old")
     try:
         for part in parts:
             part.save_pretrained(temporary)
         for path in filter(Path.is_file, temporary.rglob("*")):
-            path.chmod(temporary.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
+            # safetensors makes files that only their owner can read.
+            path.chmod(temporary.stat().st_mode & 0o666)
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         if folder.exists():
@@ -272,7 +364,8 @@ def write_folder(folder, *parts):
         temporary.rename(folder)
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        fail(f"cannot write {folder} ({error}): is the disk full, or your quota? Free some space, then use --resume")
+        wrong = f"cannot write {folder} ({error}): is the disk full, or your quota?"
+        fail(f"{wrong} Free some space, then use --resume")
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -281,7 +374,12 @@ def print_sizes(args, model):
     if dist.get_rank() > 0:
         return
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    count, item = sum(weight.numel() for weight in trained), trained[0].element_size()
-    size = sum(weight.numel() for weight in model.parameters()) - count * (not args.full)  # without adapters
-    full = "" if args.full else f", {count / size:.2%} of the {size * item / 1e6:.3f} MB of --full"
-    print(f"{size:,} weights, {count:,} are trained: a step exchanges {count * item / 1e6:.3f} MB{full}")
+    count = sum(weight.numel() for weight in trained)
+    item = trained[0].element_size()
+    size = sum(weight.numel() for weight in model.parameters())
+    full = ""
+    if not args.full:
+        size -= count  # the adapters are no part of the model
+        full = f", {count / size:.2%} of the {size * item / 1e6:.3f} MB of --full"
+    exchange = f"a step exchanges {count * item / 1e6:.3f} MB{full}"
+    print(f"{size:,} weights, {count:,} are trained: {exchange}")

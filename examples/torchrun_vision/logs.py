@@ -1,4 +1,7 @@
-"""Experiment loggers, for --log-to: TensorBoard, MLflow or Weights & Biases, whose files lie in the output folder."""
+"""Experiment loggers, for --log-to: TensorBoard, MLflow or Weights & Biases.
+
+Their files lie in the output folder.
+"""
 
 import shutil
 from importlib.util import find_spec
@@ -11,17 +14,19 @@ NAMES = ("tensorboard", "mlflow", "wandb")
 def check_args(parser, args):
     """Refuse a logger whose package is not installed."""
     if args.log_to and find_spec(args.log_to) is None:
-        parser.error(f"--log-to {args.log_to} needs a package that is not installed: pip install {args.log_to}")
+        wrong = f"--log-to {args.log_to} needs a package that is not installed"
+        parser.error(f"{wrong}: pip install {args.log_to}")
 
 
 def open_log(args, history):
     """Return a function that logs a row of metrics.csv for --log-to, on rank 0.
 
-    The files are written anew from the history, as metrics.csv is: no row is there twice, or missing, after a resume.
+    The files are written anew from the history, as metrics.csv is: after a resume no row is there
+    twice, and none is missing.
     """
-    folder = args.output_dir / str(args.log_to)
     if not args.log_to or dist.get_rank() > 0:
         return lambda row: None
+    folder = args.output_dir / args.log_to
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     if args.log_to == "tensorboard":

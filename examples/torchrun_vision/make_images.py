@@ -1,6 +1,7 @@
-"""Write a small folder of image files, `images/`, made of the digits in common/: `python make_images.py`.
+"""Write a small folder of image files, `images/`, made of the digits in common/.
 
-300 files for training and 150 for validation, in the layout that train.py reads: PART/CLASS/NAME.png.
+`python make_images.py` writes 300 files for training and 150 for validation, in the layout that
+train.py reads: PART/CLASS/NAME.png.
 """
 
 import argparse
@@ -14,8 +15,10 @@ from torchvision.io import write_png
 
 from common import data
 
-CLASSES = {0: "zero", 1: "one", 2: "two", 3: "three", 4: "four", 6: "six"}  # also distinct if mirrored
-PARTS = {"train": 50, "val": 25}  # files of each class
+# These digits differ from each other also if they are mirrored, as train.py does at random.
+CLASSES = {0: "zero", 1: "one", 2: "two", 3: "three", 4: "four", 6: "six"}
+# Each class has so many files.
+PARTS = {"train": 50, "val": 25}
 
 
 def write_images(folder, size):
@@ -25,18 +28,23 @@ def write_images(folder, size):
         for image, label in zip(test_or_train.images, test_or_train.labels.tolist(), strict=True):
             if label not in CLASSES or kept[part][label] == PARTS[part]:
                 continue
-            number = kept[part][label] = kept[part][label] + 1
-            large = F.interpolate(image.permute(2, 0, 1)[None].float(), size=(size, size), mode="bilinear")[0]
-            colour = torch.tensor([1.0, 0.2 + 0.008 * (number % 100), 0.5]).view(3, 1, 1)  # varies from file to file
+            kept[part][label] += 1
+            number = kept[part][label]
+            batch = image.permute(2, 0, 1)[None].float()
+            (large,) = F.interpolate(batch, size=(size, size), mode="bilinear")
+            # The colour is another one in each file.
+            colour = torch.tensor([1.0, 0.2 + 0.008 * (number % 100), 0.5]).view(3, 1, 1)
             path = folder / part / CLASSES[label] / f"{number:03}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             write_png((large * colour).byte(), str(path))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--folder", type=Path, default="images", help="the folder to write; it must not exist yet")
-    parser.add_argument("--size", type=int, default=48, help="width and height of the images, in pixels")
+    defaults = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=defaults)
+    add = parser.add_argument
+    add("--folder", type=Path, default="images", help="the folder to write; it must not exist yet")
+    add("--size", type=int, default=48, help="width and height of the images, in pixels")
     args = parser.parse_args()
     if args.folder.exists():
         print(f"{args.folder} is there already: nothing was written")
@@ -49,7 +57,8 @@ def main():
         parser.error(f"cannot write {args.folder} ({error}): is the disk full, or your quota?")
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    print(f"{args.folder}: {sum(PARTS.values()) * len(CLASSES)} images of {len(CLASSES)} classes")
+    count = sum(PARTS.values()) * len(CLASSES)
+    print(f"{args.folder}: {count} images of {len(CLASSES)} classes")
 
 
 if __name__ == "__main__":

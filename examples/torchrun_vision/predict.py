@@ -1,16 +1,18 @@
-"""Classify all images of a folder with a model that train.py has trained, on any number of processes.
+"""Classify all images of a folder with a model that train.py has trained, on any processes.
 
 Locally:   torchrun --standalone --nproc-per-node=2 predict.py --images images/val
 On SLURM:  SCRIPT=predict.py sbatch run.slurm --images /project/new --model-of output/1234
 
-predictions.csv, in --output-dir, has a line for each image, in the order of their paths. The images are divided into
-parts, and each part is written when it is complete: with --resume those that are there are not computed again.
+predictions.csv, in --output-dir, has a line for each image, in the order of their paths. The images
+are divided into parts, and each part is written when it is complete: with --resume those that are
+there are not computed again.
 """
 
 import argparse
 import csv
 import io
 import json
+import math
 import os
 import shutil
 import zlib
@@ -28,28 +30,36 @@ import train
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=Path, required=True, help="folder with images, at any depth")
-    parser.add_argument("--model-of", type=Path, default="output", help="output folder of the run that has trained it")
-    parser.add_argument("--data-dir", type=Path, help="what that run was trained on, if run.json lacks its classes")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per batch of each process")
-    parser.add_argument("--part", type=int, default=1024, help="images that are written together")
-    parser.add_argument("--workers", type=int, help="processes that read images, for each that computes")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
-    parser.add_argument("--output-dir", type=Path, default="predictions", help="folder for everything it writes")
-    parser.add_argument("--resume", action="store_true", help="continue with the parts that are missing")
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    add = parser.add_argument
+    add("--images", type=Path, required=True, help="folder with images, at any depth")
+    trained = "output folder of the run that has trained it"
+    add("--model-of", type=Path, default="output", help=trained)
+    data = "what that run was trained on, if run.json lacks its classes"
+    add("--data-dir", type=Path, help=data)
+    add("--batch-size", type=int, default=64, help="images per batch of each process")
+    add("--part", type=int, default=1024, help="images that are written together")
+    add("--workers", type=int, help="processes that read images, for each that computes")
+    limit = "seconds to wait for other processes before giving up"
+    add("--timeout", type=int, default=300, help=limit)
+    folder = "folder for everything it writes"
+    add("--output-dir", type=Path, default="predictions", help=folder)
+    add("--resume", action="store_true", help="continue with the parts that are missing")
     args = parser.parse_args()
-    args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: number of processes on all nodes
-    args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun: number of processes on this node
+    # torchrun: it says how many processes there are on all nodes, and on this one
+    args.world_size = int(os.environ.get("WORLD_SIZE", 1))
+    args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     plumbing.check_args(parser, args)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 predict.py --images FOLDER")
+        command = "torchrun --standalone --nproc-per-node=2 predict.py --images FOLDER"
+        parser.error(f"start it with torchrun: {command}")
     args.global_batch = args.world_size * args.batch_size
     return args
 
 
 def class_names(path):
-    """Return the names of the classes in what a run was trained on, for one whose run.json does not have them yet."""
+    """Return the classes' names in what a run was trained on, for a run.json that lacks them."""
 
     def find():
         _, listing = image_files.find(path, image_files.open_in_place)
@@ -59,68 +69,84 @@ def class_names(path):
 
 
 def load_model(args, device):
-    """Return the model of a run, what train.py was told, the names of the classes, and a checksum of the weights."""
-    path, run = args.model_of / "model.pt", args.model_of / "run.json"
+    """Return a run's model and settings, its classes' names, and a checksum of the weights."""
+    path = args.model_of / "model.pt"
+    run = args.model_of / "run.json"
+    advice = "repeat the run's command with --resume, which writes it anew"
     try:
         settings = json.loads(run.read_text())["settings"]
         data = args.data_dir or Path(settings["data_dir"])
     except FileNotFoundError:
-        text = f"there is no {run}: --model-of is the output folder of train.py"
-        raise image_files.DataError(text) from None
+        wrong = f"there is no {run}: --model-of is the output folder of train.py"
+        raise image_files.DataError(wrong) from None
     except Exception as error:  # a damaged file can raise almost anything
-        text = f"{run} cannot be read ({error!r}): repeat the run's command with --resume, which writes it anew"
-        raise image_files.DataError(text) from None
+        wrong = f"{run} cannot be read ({error!r})"
+        raise image_files.DataError(f"{wrong}: {advice}") from None
     try:
         content = path.read_bytes()
         weights = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise image_files.DataError(f"there is no {path} yet: train.py writes it after the last epoch") from None
+        wrong = f"there is no {path} yet: train.py writes it after the last epoch"
+        raise image_files.DataError(wrong) from None
     except Exception as error:
-        text = f"{path} cannot be read ({error!r}): repeat the run's command with --resume, which writes it anew"
-        raise image_files.DataError(text) from None
+        wrong = f"{path} cannot be read ({error!r})"
+        raise image_files.DataError(f"{wrong}: {advice}") from None
     settings |= {"sync_batchnorm": False, "gradient_checkpointing": False}
-    names, source = settings.get("classes"), run
+    names = settings.get("classes")
+    source = run
     if not names or args.data_dir:
+        source = data
         try:
-            names, source = check_names(names, class_names(data), data), data
+            names = check_names(names, class_names(data), data)
         except image_files.DataError as error:
-            text = "for the names of the classes, name what it was trained on with --data-dir"
-            raise image_files.DataError(f"{error}; {text}") from None
+            advice = "for the names of the classes, name what it was trained on with --data-dir"
+            raise image_files.DataError(f"{error}; {advice}") from None
     model = train.make_parts(argparse.Namespace(**settings), len(names), device)["model"]
-    own = model.state_dict()
-    shapes = [key for key in own if key in weights and own[key].shape != weights[key].shape]
-    if text := classifiers.compare(own, weights):
-        remedy = "have train.py make the model that the run was trained with, in make_parts and own_model.py"
-        raise image_files.DataError(f"{path} is of another model than train.py makes now ({text}): {remedy}")
-    if shapes:
-        text = f"{source} has {len(names)} classes, the model has {len(weights[shapes[-1]])}"
-        raise image_files.DataError(f"{text}: name its data with --data-dir")
-    model.load_state_dict(weights, strict=False)  # what is in one of them only was looked for above
+    check_weights(path, model.state_dict(), weights, f"{source} has {len(names)} classes")
+    model.load_state_dict(weights, strict=False)  # check_weights has looked for what one lacks
     return model.eval(), settings, names, zlib.crc32(content)
+
+
+def check_weights(path, own, weights, classes):
+    """Raise DataError if the weights in a file are not of the model whose state dict is `own`."""
+    different = classifiers.compare(own, weights)
+    if different:
+        wrong = f"{path} is of another model than train.py makes now ({different})"
+        make = "have train.py make the model that the run was trained with"
+        raise image_files.DataError(f"{wrong}: {make}, in make_parts and own_model.py")
+    shapes = classifiers.different_shapes(own, weights)
+    if shapes:
+        wrong = f"{classes}, the model has {len(weights[shapes[-1]])}"
+        raise image_files.DataError(f"{wrong}: name its data with --data-dir")
 
 
 def check_names(recorded, names, data):
     """Return the names of the classes in the data; raise DataError if others were recorded."""
     if recorded and recorded != names:
-        only = sorted(set(recorded) ^ set(names))[0]
-        text = f"{len(recorded)} classes, {data} has {len(names)}, and only one of them has {only!r}"
-        raise image_files.DataError(f"the run was trained on {text}")
+        only = min(set(recorded) ^ set(names))
+        counts = f"{len(recorded)} classes, {data} has {len(names)}"
+        wrong = f"the run was trained on {counts}, and only one of them has {only!r}"
+        raise image_files.DataError(wrong)
     return names
 
 
 def missing_parts(args, facts):
-    """Lock the output folder; return the numbers of the parts that it lacks, or an error message."""
-    if error := plumbing.lock(args.output_dir):
+    """Lock the output folder; return the numbers of the parts that it lacks, or an error."""
+    error = plumbing.lock(args.output_dir)
+    if error:
         return error
-    path, count = args.output_dir / "inputs.json", -(-facts["images"] // args.part)
+    path = args.output_dir / "inputs.json"
     if path.exists() and not args.resume:
-        return f"{path} is from an earlier run: add --resume to continue it, or choose another --output-dir"
+        advice = "add --resume to continue it, or choose another --output-dir"
+        return f"{path} is from an earlier run: {advice}"
     if path.exists() and json.loads(path.read_text()) != facts:
-        return f"{path} is of other images, another model, --part or --batch-size: choose another --output-dir"
+        wrong = f"{path} is of other images, another model, --part or --batch-size"
+        return f"{wrong}: choose another --output-dir"
     (args.output_dir / "parts").mkdir(exist_ok=True)
     plumbing.write(path, lambda file: file.write(json.dumps(facts).encode()))
     if (args.output_dir / "predictions.csv").exists():
         return []
+    count = math.ceil(facts["images"] / args.part)
     return [number for number in range(count) if not part_path(args, number).exists()]
 
 
@@ -134,6 +160,22 @@ def as_lines(rows):
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue().encode(errors="surrogateescape")
+
+
+def batches_of(args, number, count):
+    """Return the indices of the images of a part, out of so many images, in batches."""
+    part = range(number * args.part, min((number + 1) * args.part, count))
+    return list(BatchSampler(part, args.batch_size, drop_last=False))
+
+
+def load_batches(args, settings, paths, batches, device):
+    """Return an iterator over batches of images, each of which has the images of these indices."""
+    files = image_files.as_arrays([(path, 0, 0, 0) for path in paths])
+    transform = image_files.test_transform(settings["image_size"])
+    image_set = image_files.Images(args.images, files, transform)
+    loading = {"num_workers": args.workers, "worker_init_fn": image_files.prepare_worker}
+    loading["pin_memory"] = device.type == "cuda"
+    return iter(DataLoader(image_set, batch_sampler=batches, **loading))
 
 
 @torch.no_grad()
@@ -162,49 +204,53 @@ def join_parts(args, count):
 
 
 @record  # torchrun: reports the traceback of the process that failed first
-@image_files.errors_to(plumbing.fail)  # images that cannot be read, a model that does not fit: one line
+@image_files.errors_to(plumbing.fail)  # what does not fit, or cannot be read, is one line
 def main(args):
     """Predict as one process of args.world_size."""
     plumbing.prepare_process(args)
     plumbing.end_with_loader_workers()
-    device, rank = train.setup(args), dist.get_rank()
+    device = train.setup(args)
+    rank = dist.get_rank()
     model, settings, names, checksum = load_model(args, device)
 
-    # Who does what: rank 0 looks what there is, so that all processes see the same images and the same missing parts.
+    # Rank 0 looks what there is, so that all processes see the same images and missing parts.
     paths, left_out = image_files.from_rank_0(lambda: image_files.find_images(args.images))
-    facts = {"images": len(paths), "paths": zlib.crc32("\n".join(paths).encode(errors="surrogateescape"))}
+    in_one = "\n".join(paths).encode(errors="surrogateescape")
+    facts = {"images": len(paths), "paths": zlib.crc32(in_one)}
     facts |= {"model": checksum, "part": args.part, "batch_size": args.batch_size}
     found = [missing_parts(args, facts) if rank == 0 else None]
     dist.broadcast_object_list(found)
     missing = plumbing.accept(found[0])
-    count, progress = -(-len(paths) // args.part), {"step": 0, "history": []}
-    plumbing.print_header(args, f"{settings['model']} of {args.model_of} on {args.images}", device, progress)
+    progress = {"step": 0, "history": []}
+    what = f"{settings['model']} of {args.model_of} on {args.images}"
+    plumbing.print_header(args, what, device, progress)
+    count = math.ceil(len(paths) / args.part)
     if rank == 0:
-        print(f"{len(paths)} images in {count} parts, {count - len(missing)} of them done before{left_out}")
+        done = f"{count - len(missing)} of them done before"
+        print(f"{len(paths)} images in {count} parts, {done}{left_out}")
 
-    # ddp: process r takes each world_size-th of the missing parts, from the r-th on: no image twice, none left out
+    # ddp: each process takes other parts, so that no image is done twice, and none is left out
     mine = missing[rank :: args.world_size]
-    parts = {number: range(number * args.part, min((number + 1) * args.part, len(paths))) for number in mine}
-    batches = {number: list(BatchSampler(part, args.batch_size, drop_last=False)) for number, part in parts.items()}
-    files = image_files.as_arrays([(path, 0, 0, 0) for path in paths])
-    image_set = image_files.Images(args.images, files, image_files.test_transform(settings["image_size"]))
-    loading = {"num_workers": args.workers, "worker_init_fn": image_files.prepare_worker}
-    sampler = [batch for number in mine for batch in batches[number]]
-    loader = iter(DataLoader(image_set, batch_sampler=sampler, pin_memory=device.type == "cuda", **loading))
+    batches = {number: batches_of(args, number, len(paths)) for number in mine}
+    in_turn = [batch for number in mine for batch in batches[number]]
+    loader = load_batches(args, settings, paths, in_turn, device)
 
-    rounds = -(-len(missing) // args.world_size)
+    rounds = math.ceil(len(missing) / args.world_size)
     for turn in range(rounds):
         vote = torch.tensor([int(plumbing.stop_requested())])
-        dist.all_reduce(vote, dist.ReduceOp.MAX)  # stop: one process is asked to, and all stop after the same round
-        if vote:
+        dist.all_reduce(vote, dist.ReduceOp.MAX)  # stop: all stop after the same round
+        if vote.item():
             if rank == 0:
                 (args.output_dir / "stopped").touch()
-            plumbing.finish(args, progress, f"stopped by a signal after round {turn} of {rounds}: use --resume")
+            message = f"stopped by a signal after round {turn} of {rounds}: use --resume"
+            plumbing.finish(args, progress, message)
         if turn < len(mine):
             rows = []
             for batch in batches[mine[turn]]:
-                answers = predict(model, next(loader)[0], settings, device)
-                rows += [(paths[i], names[n], f"{p:.6f}") for i, (n, p) in zip(batch, answers, strict=True)]
+                images, _ = next(loader)
+                answers = predict(model, images, settings, device)
+                for index, (number, probability) in zip(batch, answers, strict=True):
+                    rows.append((paths[index], names[number], f"{probability:.6f}"))
             lines = as_lines(rows)
             plumbing.write(part_path(args, mine[turn]), lambda file, lines=lines: file.write(lines))
         progress["step"] += 1
@@ -212,7 +258,8 @@ def main(args):
     dist.barrier()  # ddp: until all parts are there
     if rank == 0:
         join_parts(args, count)
-    plumbing.finish(args, progress, f"finished: {len(paths)} images, {args.output_dir / 'predictions.csv'}")
+    message = f"finished: {len(paths)} images, {args.output_dir / 'predictions.csv'}"
+    plumbing.finish(args, progress, message)
 
 
 if __name__ == "__main__":
