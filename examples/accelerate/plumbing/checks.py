@@ -159,7 +159,7 @@ def own_copy(dataset):
         if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random)):
             setattr(dataset, name, copy.deepcopy(value))
         elif type(value).__name__ == "Generator" and hasattr(value, "clone_state"):
-            # PyTorch has a class of the same name as NumPy, which copy.deepcopy cannot copy.
+            # PyTorch's class of that name has a method to copy it.
             setattr(dataset, name, value.clone_state())
         elif name == "dataset":
             setattr(dataset, name, own_copy(value))
@@ -552,7 +552,7 @@ def finite_weights(model):
     if not hasattr(model, "state_dict"):
         return all(np.isfinite(variable.numpy()).all() for variable in model.trainable_variables)
     torch = sys.modules["torch"]
-    bounds = {}  # it has, for each device, the least and the most of each weight there
+    bounds = {}  # it has the least and the most of each weight, by device
     for weight in model.parameters():
         if not weight.requires_grad:
             continue
@@ -590,7 +590,7 @@ def samples_of(loader, number):
 def indices_of(source, number):
     """Return the indices of a batch, by its number in what a loader takes batches from."""
     batch = next(islice(iter(source), number, None))
-    # An index may stand in a tuple, before what else the data set is told.
+    # torchrun_vision's samplers give pairs of an index and a seed.
     return [int(index[0] if isinstance(index, tuple) else index) for index in batch]
 
 
