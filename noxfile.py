@@ -242,6 +242,7 @@ def lint(session: nox.Session) -> None:
     session.run("mypy", ".")
     scripts = [".ci/run", *map(str, Path().glob("plumbing/*.sh")), *map(str, Path().glob("*/*.slurm"))]
     scripts += map(str, Path().glob("examples/*/*.sh"))
+    scripts += map(str, Path().glob("examples/*/more/*.sh"))
     scripts += map(str, Path().glob("examples/*/*.slurm"))
     session.run("shellcheck", "--shell=bash", *scripts)
     for script in scripts:

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 FOLDERS = ("common", "plumbing")
-LEFT_OUT = ("__pycache__", "ruff.toml")  # what Python has compiled; how this repository is checked
+LEFT_OUT = ("__pycache__", ".ruff_cache", "ruff.toml")  # what tools leave; how files are checked here
 FILES = ("own_data.py", "own_model.py", "container.def", "install.sh")
 
 

@@ -247,7 +247,7 @@ SECOND_LAUNCHERS = {
     "horovod_cpu": replace(
         LAUNCHERS["horovod_cpu"],
         local=shlex.join(["env", *(f"{name}={value}" for name, value in MPI_AS_ROOT.items())])
-        + " NP={n} bash mpirun_local.sh",
+        + " NP={n} bash more/mpirun_local.sh",
         status_after_bad_input=2,
         backend="mpi",
         kill_message=r"process rank \d (.|\n)*signal 9",

@@ -82,14 +82,14 @@ BAD_NUMBERS = {
     "--devices 0": ["--devices must be 1 or more, not 0"],
 }
 # The same of programs beside train.py: what they are called with, besides.
-OTHER_PROGRAMS = {"predict": "--images images", "train_lm": ""}
+OTHER_PROGRAMS = {"predict": "--images images", "more.train_lm": ""}
 BAD_NUMBERS_OF_OTHERS = {
     ("predict", "--part 0"): ["--part must be 1 or more, not 0"],
     ("predict", "--batch-size 0"): ["--batch-size must be 1 or more, not 0"],
     ("predict", "--workers 99999"): ["--workers must be at most"],
     ("predict", "--timeout 99999999999"): ["--timeout must be at most 2000000"],
-    ("train_lm", "--context 0"): ["--context must be 1 or more, not 0"],
-    ("train_lm", "--seed -7"): ["--seed must be 0 or more, not -7"],
+    ("more.train_lm", "--context 0"): ["--context must be 1 or more, not 0"],
+    ("more.train_lm", "--seed -7"): ["--seed must be 0 or more, not -7"],
 }
 
 
@@ -100,8 +100,9 @@ def bad_numbers(folder: Path) -> dict[tuple[str, str], list[str]]:
         ("train.parse_args()", words): says for words, says in BAD_NUMBERS.items() if f'"{words.split()[0]}"' in text
     }
     for (program, words), says in BAD_NUMBERS_OF_OTHERS.items():
-        if (folder / f"{program}.py").exists():
-            calls[f"__import__('{program}').parse_args()", f"{OTHER_PROGRAMS[program]} {words}"] = says
+        if (folder / f"{program.replace('.', '/')}.py").exists():
+            call = f"__import__('importlib').import_module('{program}').parse_args()"
+            calls[call, f"{OTHER_PROGRAMS[program]} {words}"] = says
     return calls
 
 

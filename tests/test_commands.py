@@ -137,10 +137,10 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
     },
     "examples/fsdp/README.md": {"python sample.py": "test_fsdp.py::test_metrics_and_sample"},
     "examples/horovod_cpu/README.md": {
-        "NP=4 OMP_NUM_THREADS=2 bash mpirun_local.sh train_lm.py": (
+        "NP=4 OMP_NUM_THREADS=2 bash more/mpirun_local.sh more/train_lm.py": (
             "test_horovod_cpu.py::test_mpirun_with_four_processes"
         ),
-        'SCRIPT=train_lm.py sbatch run.slurm --text-file "$PWD/book.txt"': (
+        'SCRIPT=more/train_lm.py sbatch run.slurm --text-file "$PWD/book.txt"': (
             HOROVOD_JOBS + "test_language_model_and_staged_images"
         ),
         "STAGE=1 DATA_DIR=data sbatch run.slurm --dataset mnist": (

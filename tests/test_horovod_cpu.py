@@ -24,7 +24,7 @@ DEVANAGARI = "धर्मक्षेत्रे कुरुक्षेत�
 
 def lm(folder: Path, processes: int, arguments: str, **environment: str) -> runs.Run:
     """Start train_lm.py with horovodrun."""
-    command = f"horovodrun --gloo -np {processes} python train_lm.py {arguments}"
+    command = f"horovodrun --gloo -np {processes} python more/train_lm.py {arguments}"
     return runs.Run(command.split(), folder, environment)
 
 
@@ -136,7 +136,8 @@ def test_lm_bad_input(example: str, folder: Path) -> None:
     (folder / "empty.txt").touch()
     (folder / "short.txt").write_text("short")
     (folder / "each.py").write_text(
-        "import os, sys, train_lm\n"
+        "import os, sys\n"
+        "from more import train_lm\n"
         f"for words in {list(BAD)}:\n"
         "    if child := os.fork():\n"
         "        print('status', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
@@ -246,7 +247,7 @@ def test_install_takes_uv_from_the_environment(example: str, source: Path, tmp_p
 
 def test_conda_environment(example: str, source: Path) -> None:
     """environment.yml has a supported Python and all that install.sh may ask for, by the names in its messages."""
-    environment = yaml.safe_load((source / "environment.yml").read_text())
+    environment = yaml.safe_load((source / "more" / "environment.yml").read_text())
     script, guide = (source / "install.sh").read_text(), (source / "README.md").read_text()
     *items, pip = environment["dependencies"]
     packages = {name: version for name, _, version in (item.partition("=") for item in items)}
@@ -257,7 +258,7 @@ def test_conda_environment(example: str, source: Path) -> None:
     assert "mpicxx" in script and {"openmpi", "pip"} <= set(packages)
     assert environment["channels"] == ["conda-forge", "nodefaults"]
     assert f"conda activate {environment['name']} && bash install.sh" in guide
-    assert pip == {"pip": ["-r requirements.txt"]} and (source / "requirements.txt").exists()
+    assert pip == {"pip": ["-r ../requirements.txt"]} and (source / "requirements.txt").exists()
 
 
 def test_launcher_killed(example: str, folder: Path) -> None:
@@ -278,6 +279,7 @@ def test_launcher_killed(example: str, folder: Path) -> None:
 def test_mpirun_with_four_processes(example: str, folder: Path) -> None:
     """The README's command for MPI and the language model: NP processes of OMP_NUM_THREADS threads."""
     variables = MPI_AS_ROOT | {"NP": "4", "OMP_NUM_THREADS": "2"}
-    run = runs.Run(["bash", "mpirun_local.sh", "train_lm.py", "--epochs", "1"], folder, variables).wait(400)
+    command = "bash more/mpirun_local.sh more/train_lm.py --epochs 1"
+    run = runs.Run(command.split(), folder, variables).wait(400)
     assert run.status == 0, run.stderr
     assert "4 processes on 1 node, mpi on cpu, 2 threads each" in run.stdout

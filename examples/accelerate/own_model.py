@@ -1,4 +1,4 @@
-"""Your model in the place of the ConvNet: "Make it yours" in README.md says what else to change."""
+"""Your model instead of the ConvNet: "Make it yours" in README.md says what else to change."""
 
 from torch import nn
 

@@ -1,11 +1,14 @@
 # own: a model of Keras, with the channel last
-"""Your model in the place of the ConvNet: "Make it yours" in README.md says what else to change."""
+"""Your model instead of the ConvNet: "Make it yours" in README.md says what else to change."""
 
 from keras import Input, Sequential, layers
 
 
 def own_model():
-    """EDIT: return a model with BatchNorm and dropout, from images (B, 28, 28, 1) to logits (B, 10)."""
+    """Return a model with BatchNorm and dropout.
+
+    EDIT: it makes logits (B, 10) of images (B, 28, 28, 1).
+    """
     head = [layers.Flatten(), layers.Dropout(0.3), layers.Dense(10)]
     return Sequential([Input((28, 28, 1)), *block(32), *block(64), *head], name="OwnModel")
 

@@ -94,7 +94,8 @@ def flags() -> dict[str, dict[str, set[str]]]:
     found: dict[str, dict[str, set[str]]] = {}
     for example in EXAMPLES:
         folder = ROOT / "examples" / example
-        programs = [path.name for path in sorted(folder.glob("*.py")) if "ArgumentParser" in path.read_text()]
+        files = [*sorted(folder.glob("*.py")), *sorted(folder.glob("more/*.py"))]
+        programs = [str(path.relative_to(folder)) for path in files if "ArgumentParser" in path.read_text()]
         words = [sys.executable, "-S", "-c", PRINT_HELP, *programs]
         done = subprocess.run(words, cwd=folder, env={"COLUMNS": "200"}, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr

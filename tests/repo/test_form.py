@@ -159,7 +159,7 @@ def test_requested(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """run.json has the commit of the program, and whether files differ from it; in a job what requeue.sh has noted."""
     commit = plumbing.records.commit
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
+    monkeypatch.setattr(plumbing.records, "__file__", str(tmp_path / "plumbing" / "records.py"))
     assert commit() is None
     (tmp_path / "train.py").write_text("first")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org"]

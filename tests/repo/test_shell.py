@@ -149,6 +149,20 @@ def test_copy_of_the_program(tmp_path: Path, case: str) -> None:
     assert (code / "train.py").read_text() == "train.py" and not (code / "x.py").exists()
 
 
+SCRIPTS = ["more/lm.py", "./more/lm.py", "more//lm.py", "common/../more/lm.py", "more/deep/lm.py"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_copy_of_another_script(tmp_path: Path, script: str) -> None:
+    """The folder of SCRIPT is copied, since a script that is a link would import from where it was submitted."""
+    touch(tmp_path, "train.py", "common/__init__.py", "more/lm.py", "more/deep/lm.py", "more/book.txt", "tools/x.py")
+    run = job(tmp_path, SCRIPT=script)
+    assert run.returncode == 0 and not run.stderr, run.stderr
+    code = tmp_path / "output" / "7" / "code-7"
+    assert (code / script).resolve() == (code / os.path.normpath(script)) and (code / script).exists()
+    assert all((code / name).is_symlink() for name in ("more/book.txt", "tools"))
+
+
 def test_copy_on_a_full_disk(tmp_path: Path) -> None:
     """A file of the program that cannot be copied ends the job with one line: without it another program would run."""
     touch(tmp_path, "train.py")

@@ -69,7 +69,7 @@ def test_language_model_and_staged_images(example: str, source: Path, lab: Lab, 
     (folder / "book.txt").write_text(TEXT)
     samples.write_data(folder / "data", "mnist")
     words = ["--text-file", str(folder / "book.txt"), "--context", "32", "--epochs", "1"]
-    book = submit(lab, example, folder, *words, options=two_processes(source), SCRIPT="train_lm.py")
+    book = submit(lab, example, folder, *words, options=two_processes(source), SCRIPT="more/train_lm.py")
     words = ["--dataset", "mnist", "--batch-size", "16", "--epochs", "1"]
     images = submit(lab, example, folder, *words, STAGE="1", DATA_DIR="data")
     assert_completed(book)
@@ -82,12 +82,12 @@ def test_language_model_and_staged_images(example: str, source: Path, lab: Lab, 
 
 @pytest.mark.runs("weekly")
 def test_language_model_with_staged_text(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """SCRIPT=train_lm.py and STAGE=1: the text is copied once per node, read there, and removed at the end."""
+    """SCRIPT=more/train_lm.py and STAGE=1: the text is copied once per node, read there, and removed at the end."""
     folder = copy_example(source, tmp_path / example)
     (folder / "data").mkdir()
     (folder / "data" / "book.txt").write_text(TEXT)
     arguments = ["--text-file", "book.txt", "--context", "32", "--epochs", "1"]
-    variables: dict[str, Any] = {"SCRIPT": "train_lm.py", "STAGE": "1", "DATA_DIR": "data"}
+    variables: dict[str, Any] = {"SCRIPT": "more/train_lm.py", "STAGE": "1", "DATA_DIR": "data"}
     job = submit(lab, example, folder, *arguments, **variables)
     assert_completed(job)
     assert re.search(rf"copied data to \S+/data-{job.id} on 2 nodes in \d+ s", job.log), job.log

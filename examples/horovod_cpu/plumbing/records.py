@@ -115,7 +115,7 @@ def commit():
 
     "-dirty" stands after it where files differ from it.
     """
-    folder = Path(sys.argv[0]).resolve().parent
+    folder = Path(__file__).resolve().parents[1]  # of train.py
     noted = folder / ".commit"  # by requeue.sh, which has made this copy
     if noted.exists():
         return noted.read_text().strip() or None

@@ -1,7 +1,7 @@
 """The two models of the examples: a small CNN for images and a small GPT for bytes of text."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 
@@ -19,7 +19,7 @@ class ConvNet(nn.Module):
         self.fc1 = nn.Linear(9216, 128)
         self.fc2 = nn.Linear(128, 10)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """Map images of shape (B, 1, 28, 28), normalised float, to logits of shape (B, 10)."""
         x = F.relu(self.conv1(images))  # (B, 32, 26, 26)
         x = F.relu(self.conv2(x))  # (B, 64, 24, 24)
@@ -28,42 +28,50 @@ class ConvNet(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block: causal self-attention, then a feed-forward layer, both residual."""
+    """One pre-norm transformer block: causal self-attention, then feed-forward, both residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.head_width = width // heads
         self.norm1 = nn.LayerNorm(width)
-        self.query = nn.Linear(width, width)  # three layers, so that tensor parallelism can split each by heads
+        # There are three layers, so that tensor parallelism can split each by heads.
+        self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, width)
         self.value = nn.Linear(width, width)
         self.proj = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        hidden = 4 * width
+        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, width) to (B, T, width); position t sees positions 0 to t only."""
         normed = self.norm1(x)
-        parts = [layer(normed).unflatten(2, (-1, self.head_width)) for layer in (self.query, self.key, self.value)]
-        query, key, value = (part.transpose(1, 2) for part in parts)  # each (B, heads, T, width / heads)
+        layers = (self.query, self.key, self.value)
+        parts = [layer(normed).unflatten(2, (-1, self.head_width)) for layer in layers]
+        # Each is of shape (B, heads, T, width / heads).
+        query, key, value = (part.transpose(1, 2) for part in parts)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
 
-def token_loss(logits: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype, reduction: str = "mean") -> torch.Tensor:
-    """Return the loss of logits (B, T, vocab) in nats, computed in `dtype`: a function, so that it can be compiled."""
+def token_loss(logits: Tensor, labels: Tensor, dtype: torch.dtype, reduction="mean") -> Tensor:
+    """Return the loss of logits (B, T, vocab) in nats, computed in `dtype`.
+
+    It is a function, so that it can be compiled.
+    """
     return F.cross_entropy(logits.flatten(0, 1).to(dtype), labels.flatten(), reduction=reduction)
 
 
 class TinyGPT(nn.Module):
-    """A decoder-only transformer language model (Radford et al. 2018/2019, GPT-2's pre-norm layout).
+    """A decoder-only transformer language model.
 
-    The defaults give about 440,000 parameters and a vocabulary of 256: one token is one byte.
-    Raises ValueError if `width` is no multiple of `heads`.
+    It has the pre-norm layout of GPT-2 (Radford et al. 2018/2019). The defaults give about 440,000
+    parameters and a vocabulary of 256: one token is one byte. Raises ValueError if `width`
+    is no multiple of `heads`.
     """
 
-    def __init__(self, vocab: int = 256, context: int = 128, width: int = 128, heads: int = 4, layers: int = 2):
+    def __init__(self, vocab=256, context=128, width=128, heads=4, layers=2) -> None:
         super().__init__()
         if width % heads:
             raise ValueError(f"width {width} must be a multiple of heads {heads}")
@@ -73,12 +81,13 @@ class TinyGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
-        nn.init.normal_(self.token.weight, std=0.02)  # the default, 1.0, makes the first logits far too large
+        # The default, 1.0, makes the first logits far too large.
+        nn.init.normal_(self.token.weight, std=0.02)
         nn.init.normal_(self.position.weight, std=0.02)
         self.head.weight = self.token.weight  # tied (Press and Wolf 2017)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Map tokens of shape (B, T), int64, T at most `context`, to next-token logits (B, T, vocab)."""
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens (B, T), int64, T at most `context`, to next-token logits (B, T, vocab)."""
         length = tokens.shape[1]
         if length > self.context:
             raise ValueError(f"{length} tokens do not fit into a context of {self.context}")

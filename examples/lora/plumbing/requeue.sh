@@ -56,7 +56,8 @@ keep_program() {
     mv "$code.part" "$code"
 }
 
-# Copy scripts, settings and Python's packages of folder $1 to $2; link all else: it may be large.
+# Copy scripts, settings and folders of the program from folder $1 to $2; link all else: it may be
+# large.
 copy_program() {
     local path files=()
     while IFS= read -rd "" path; do
@@ -74,7 +75,7 @@ copy_program() {
             continue
         elif [[ -e "$2/$name" ]]; then
             continue             # it has been copied
-        elif [[ -d "$path" ]] && is_package "$path"; then
+        elif [[ -d "$path" ]] && is_of_program "$path"; then
             mkdir "$2/$name"
             copy_program "$path" "$2/$name"
         elif [[ -f "$path" || -d "$path" && "$code/" != @("$PWD/"|)"$path"/* ]]; then
@@ -85,10 +86,12 @@ copy_program() {
     done
 }
 
-# Return whether folder $1 is a package of the program: with few files, and no link to where it is.
-is_package() {
+# Return whether folder $1 is of the program: a package, or where SCRIPT is. Such a folder has few
+# files, and is no link to where it is.
+is_of_program() {
     local files=("$1"/*.py)
-    [[ -e "$1/__init__.py" || "$1" == */* && -e "${files[0]}" ]] || return 1
+    [[ -e "$1/__init__.py" || "$1" == */* && -e "${files[0]}" || "/${SCRIPT:-}" == *"/$1/"* ]] ||
+        return 1
     [[ ! -L "$1" || "$1" != */* && "$(realpath .)/" != "$(realpath "$1")"/* ]] || return 1
     [[ "$(find "./$1/" -maxdepth 1 | head -1001 | wc -l)" -le 1000 ]]
 }

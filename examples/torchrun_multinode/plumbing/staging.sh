@@ -23,8 +23,8 @@ stage_data() {
     echo "run.slurm: copied ${DATA_DIR:-data} to $stage on $SLURM_JOB_NUM_NODES nodes in $SECONDS s"
 }
 
-# On each node: copy the data, wait, and remove them when the job ends, also where it is cancelled or
-# requeued: a job that ends can start no other step, which could remove them.
+# On each node: copy the data, wait, and remove them when the job ends, also where it is cancelled
+# or requeued: a job that ends can start no other step, which could remove them.
 keep_copy() {
     trap 'kill "$!" || true; rm -rf "$stage"; exit' USR1 TERM
     # A folder of its own: what others may have put there, such as links, is removed, or this fails.
