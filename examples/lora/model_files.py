@@ -333,10 +333,10 @@ def target_modules(args, model):
             return args.target_modules
         head = model.get_output_embeddings()
         names = known - {last_part(name) for name, layer in layers.items() if layer is head}
-    unknown = ", ".join(sorted(names - known))
+    unknown = sorted(names - known)
     if unknown:
-        has = ", ".join(sorted(known))
-        fail(f"--target-modules {unknown}: the model in {args.model_dir} has {has}")
+        has = f"the model in {args.model_dir} has {', '.join(sorted(known))}"
+        fail(f"--target-modules {', '.join(unknown)}: {has}")
     chosen = {name: weight for name, weight in linear.items() if last_part(name) in names}
     embedding = model.get_input_embeddings().weight
     if args.merge and any(weight is embedding for weight in chosen.values()):
