@@ -100,5 +100,5 @@ def main():
 
 if __name__ == "__main__":
     if "LOCAL_RANK" not in os.environ:
-        raise SystemExit("minimal.py: error: start it with accelerate launch, as said at its top")
+        raise SystemExit("minimal.py: error: use accelerate launch, as its first lines say")
     main()

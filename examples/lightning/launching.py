@@ -69,6 +69,8 @@ def prepare_process(args):
     quiet_lightning()
     # DDP warns about the strides of conv1's gradient. It is harmless: with one channel, both memory layouts are equal.
     warnings.filterwarnings("ignore", "Grad strides")
+    # Lightning warns that the output folder is not empty. Only one run at a time writes to it, as .lock says.
+    warnings.filterwarnings("ignore", "Checkpoint directory")
 
 
 def watch(launcher):
