@@ -67,17 +67,12 @@ def evaluate(engine, test_loader, device):
 
 def main():
     """Train as one of the processes that torchrun has started."""
-    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun: this process's number on its node
     world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: processes on all nodes
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun: on this node
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))  # share the cores
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    # torchrun: has set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, by which all processes meet
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # libraries for messages
     deepspeed.ops.__compatible_ops__ = {}  # deepspeed: otherwise it needs a compiler on CPUs
-    deepspeed.init_distributed()  # deepspeed: uses these processes; without them it looks for MPI
+    # torchrun: has set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, by which all processes meet
+    deepspeed.init_distributed()  # deepspeed: with NCCL on GPUs, with Gloo on CPUs
     rank = dist.get_rank()  # deepspeed: this process's number among all
 
     # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
@@ -94,9 +89,10 @@ def main():
 
     torch.manual_seed(SEED)
     model = ConvNet()
-    # deepspeed: the engine moves the model to its device, and has the optimizer of CONFIG
+    # deepspeed: the engine moves the model to a GPU if there is one, and has CONFIG's optimizer
     parameters = model.parameters()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=CONFIG)
+    device = engine.device
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # deepspeed: shuffles anew; each takes its part of one order
         train_loss = train_one_epoch(engine, train_loader, device)

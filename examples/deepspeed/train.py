@@ -94,9 +94,7 @@ def train_one_epoch(args, engine, train_loader, device):
         if not engine.lr_scheduler:  # the config file may have one
             for param_group in engine.optimizer.param_groups:
                 param_group["lr"] = plumbing.learning_rate(args, engine.global_steps)
-        # deepspeed: counts the batches; with the last of a step each process updates its part of
-        # the weights, gets the other parts, and sets the gradients to zero
-        engine.step()
+        engine.step()  # deepspeed: after the last batch of a step, optimizer.step() and zero_grad()
     dist.all_reduce(sums)  # deepspeed: sum over all processes, which all have to call this
     loss_sum, samples = sums.tolist()
     return loss_sum / samples, samples, time.perf_counter() - start
@@ -195,8 +193,7 @@ def main(args):
     # deepspeed: each test sample exactly once; a DistributedSampler would repeat some, or drop them
     shard = range(rank, len(test_set), args.world_size)
     batches = list(BatchSampler(shard, args.batch_size, drop_last=False))
-    # deepspeed: at stage 3 the processes share weights in each forward pass, so all need as many
-    # batches as the first one, which has most: empty ones at the end
+    # deepspeed: at stage 3 all processes must call forward equally often: with empty batches
     while len(batches) < math.ceil(len(test_set) / (args.world_size * args.batch_size)):
         batches.append([])
     test_loader = DataLoader(test_set, sampler=batches, **loading)
