@@ -78,7 +78,7 @@ def test_killed_while_saving(example: str, folder: Path, reference: Reference) -
     With one bit of a shard of epoch 1 flipped, it is refused, and the file is left as it is.
     """
     script, code = folder / "train.py", (folder / "train.py").read_text()
-    line = "        engine.save_checkpoint(folder.parent, folder.name)  # deepspeed: each process writes its shards\n"
+    line = "        engine.save_checkpoint(folder.parent, folder.name)  # deepspeed: each writes its shards\n"
     planted = "        if dist.get_rank() == 1 and folder.name == 'epoch2-step0':\n"
     planted += "            os.truncate(next(folder.glob('zero_pp_rank_1_*')), 1000)\n"
     planted += f"            os.kill(os.getpid(), {int(signal.SIGKILL)})\n"

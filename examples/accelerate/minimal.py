@@ -28,37 +28,44 @@ def train_one_epoch(accelerator, ddp_model, train_loader, optimizer):
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # loss, samples
     for images, labels in train_loader:
         images, labels = images.to(accelerator.device), labels.to(accelerator.device)
-        loss = F.cross_entropy(ddp_model(images), labels)
+        logits = ddp_model(images)
+        loss = F.cross_entropy(logits, labels)
         accelerator.backward(loss)  # ddp: averages the gradients over all processes
         sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
         sums[1] += len(labels)
         optimizer.step()
         optimizer.zero_grad()
     sums = accelerator.reduce(sums)  # accelerate: sum over all processes, which all call this
-    return (sums[0] / sums[1]).item()
+    loss_sum, samples = sums.tolist()
+    return loss_sum / samples
 
 
 @torch.no_grad()
 def evaluate(accelerator, model, test_loader):
-    """Return the accuracy, from 0 to 1, over the samples of all processes."""
+    """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # correct, samples
+    sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss, correct, samples
     for images, labels in test_loader:
         images, labels = images.to(accelerator.device), labels.to(accelerator.device)
         logits = model(images)
-        sums[0] += (logits.argmax(1) == labels).sum()
-        sums[1] += len(labels)
+        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        sums[1] += (logits.argmax(1) == labels).sum()
+        sums[2] += len(labels)
     sums = accelerator.reduce(sums)  # accelerate: sum over all processes, which all call this
-    return (sums[0] / sums[1]).item()
+    loss_sum, correct, samples = sums.tolist()
+    return loss_sum / samples, correct / samples
 
 
 def main():
     """Train as one of the processes that accelerate launch has started."""
     # accelerate: joins the other processes, and knows this process's device and number
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    processes = int(os.environ["LOCAL_WORLD_SIZE"])  # accelerate: number of processes on this node
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))  # cores of a process
+    device = accelerator.device
+    rank = accelerator.process_index
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # accelerate: processes on all nodes
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # accelerate: on this node
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // processes))  # more threads than cores are slower
 
     # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
     # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
@@ -73,17 +80,18 @@ def main():
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
 
     torch.manual_seed(SEED)
-    model = ConvNet().to(accelerator.device)
+    model = ConvNet().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LR)
     # accelerate: wraps `model` in DDP; it is not given the loaders, whose samples it would repeat
     ddp_model, optimizer = accelerator.prepare(model, optimizer)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # ddp: shuffles anew; each process takes its part of one order
         train_loss = train_one_epoch(accelerator, ddp_model, train_loader, optimizer)
-        accuracy = evaluate(accelerator, model, test_loader)  # not ddp_model: parts differ
+        # The model itself, not ddp_model: processes may have one test batch more or fewer.
+        test_loss, accuracy = evaluate(accelerator, model, test_loader)
         if rank == 0:
-            line = f"epoch {epoch + 1}: train loss {train_loss:.4f}, test acc {accuracy:.2%}"
-            print(line, flush=True)
+            losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"
+            print(f"epoch {epoch + 1}: {losses}, test acc {accuracy:.2%}", flush=True)
     if rank == 0:  # ddp: all processes have the same weights; one writes them
         torch.save(model.cpu().state_dict(), "model.pt")
     accelerator.end_training()
@@ -91,4 +99,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("minimal.py: error: use accelerate launch, as its first lines say")
     main()

@@ -60,16 +60,14 @@ def evaluate(model, test_loader, device):
 
 def main(local_rank, world_size, port):
     """Train as one process of world_size; `port` is that of the store which launch() has opened."""
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // world_size))  # more threads than cores are slower
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))  # share the cores
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"  # libraries for messages
-    store = dist.TCPStore("127.0.0.1", port)  # ddp: here the processes exchange their addresses
-    # ddp: waits for all processes and connects them
+    store = dist.TCPStore("127.0.0.1", port)  # ddp: here the processes meet, and wait for all
     dist.init_process_group(backend, store=store, rank=local_rank, world_size=world_size)
-    rank = dist.get_rank()
+    rank = dist.get_rank()  # ddp: this process's number among all
 
     # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
     # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
@@ -91,8 +89,7 @@ def main(local_rank, world_size, port):
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # ddp: shuffles anew; each process takes its part of one order
         train_loss = train_one_epoch(ddp_model, train_loader, optimizer, device)
-        # The model itself, not ddp_model: processes may have one test batch more or fewer.
-        test_loss, accuracy = evaluate(model, test_loader, device)
+        test_loss, accuracy = evaluate(model, test_loader, device)  # not ddp_model: parts differ
         if rank == 0:
             losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"
             print(f"epoch {epoch + 1}: {losses}, test acc {accuracy:.2%}", flush=True)
@@ -103,9 +100,8 @@ def main(local_rank, world_size, port):
 
 
 def launch():
-    """Start one process for each GPU, or two where there is none, and wait for them."""
+    """Start one process for each GPU, or two; they meet in a store at any free port (0)."""
     world_size = torch.cuda.device_count() or 2
-    # ddp: port 0 means any free port
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     mp.spawn(main, (world_size, store.port), world_size)  # ddp: each calls main(its number, ...)
 

@@ -24,8 +24,8 @@ import deepspeed  # noqa: E402 (the linter wants imports at the top)
 EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: of each process
 CONFIG = {
     "train_micro_batch_size_per_gpu": BATCH_SIZE,  # of each process, also on CPUs
-    # deepspeed: ZeRO, to save memory: of N processes each keeps 1/N of AdamW's state (stage 1), of
-    # the gradients as well (2), of the weights as well (3: then saving takes more, see train.py).
+    # deepspeed: of N processes each keeps 1/N of AdamW's state (stage 1), of the gradients as well
+    # (2), of the weights as well (3; then saving takes more: see train.py).
     "zero_optimization": {"stage": 2},
     "gradient_clipping": 0.0,  # off; by default DeepSpeed clips to a norm of 1
     "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},  # that of PyTorch
@@ -38,42 +38,42 @@ def train_one_epoch(engine, train_loader, device):
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
     for images, labels in train_loader:
         images, labels = images.to(device), labels.to(device)
-        loss = F.cross_entropy(engine(images), labels)
+        logits = engine(images)
+        loss = F.cross_entropy(logits, labels)
         engine.backward(loss)  # deepspeed: averages the gradients over all processes
         sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
         sums[1] += len(labels)
         engine.step()  # deepspeed: each updates its part of the weights, and gets the other parts
     dist.all_reduce(sums)  # deepspeed: sum over all processes, which all have to call this
-    return (sums[0] / sums[1]).item()
+    loss_sum, samples = sums.tolist()
+    return loss_sum / samples
 
 
 @torch.no_grad()
 def evaluate(engine, test_loader, device):
-    """Return the accuracy, from 0 to 1, over the samples of all processes."""
+    """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     engine.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # correct, samples
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
     for images, labels in test_loader:
         images, labels = images.to(device), labels.to(device)
         logits = engine(images)
-        sums[0] += (logits.argmax(1) == labels).sum()
-        sums[1] += len(labels)
+        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        sums[1] += (logits.argmax(1) == labels).sum()
+        sums[2] += len(labels)
     dist.all_reduce(sums)  # deepspeed: sum over all processes, which all have to call this
-    return (sums[0] / sums[1]).item()
+    loss_sum, correct, samples = sums.tolist()
+    return loss_sum / samples, correct / samples
 
 
 def main():
     """Train as one of the processes that torchrun has started."""
-    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun: this process's number on its node
-    processes = int(os.environ["LOCAL_WORLD_SIZE"])  # torchrun: number of processes on this node
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))  # cores of a process
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: processes on all nodes
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun: on this node
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))  # share the cores
+    deepspeed.ops.__compatible_ops__ = {}  # deepspeed: otherwise it needs a compiler on CPUs
     # torchrun: has set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, by which all processes meet
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # libraries for messages
-    deepspeed.ops.__compatible_ops__ = {}  # deepspeed: else it needs a C++ compiler on CPUs
-    deepspeed.init_distributed()  # deepspeed: uses these processes; without them it looks for MPI
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # deepspeed: of the whole job
+    deepspeed.init_distributed()  # deepspeed: with NCCL on GPUs, with Gloo on CPUs
+    rank = dist.get_rank()  # deepspeed: this process's number among all
 
     # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
     # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
@@ -89,16 +89,17 @@ def main():
 
     torch.manual_seed(SEED)
     model = ConvNet()
-    # deepspeed: the engine moves `model` to its device, and has the optimizer of CONFIG
+    # deepspeed: the engine moves the model to a GPU if there is one, and has CONFIG's optimizer
     parameters = model.parameters()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=CONFIG)
+    device = engine.device
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # deepspeed: shuffles anew; each takes its part of one order
         train_loss = train_one_epoch(engine, train_loader, device)
-        accuracy = evaluate(engine, test_loader, device)
+        test_loss, accuracy = evaluate(engine, test_loader, device)
         if rank == 0:
-            line = f"epoch {epoch + 1}: train loss {train_loss:.4f}, test acc {accuracy:.2%}"
-            print(line, flush=True)
+            losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"
+            print(f"epoch {epoch + 1}: {losses}, test acc {accuracy:.2%}", flush=True)
     if rank == 0:  # deepspeed: up to stage 2 each process has all weights; one writes them
         torch.save(model.cpu().state_dict(), "model.pt")
     dist.destroy_process_group()
@@ -106,4 +107,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("minimal.py: error: start it with torchrun, as its first lines say")
     main()

@@ -1,4 +1,4 @@
-"""Who starts the processes: srun, or the Trainer, which runs this script again for all but one.
+"""Who starts the processes: srun, or otherwise the Trainer, which runs this script again for each.
 
 Here is what keeps the Trainer's way safe: no process stays behind, whichever dies, and the one that
 failed is named.
@@ -17,22 +17,23 @@ import torch
 
 from plumbing import hangs, processes, quiet_lightning
 
-# SLURM gives this id, or a higher one, to what is no step of srun, such as a batch script.
-FIRST_SPECIAL_STEP = 2**32 - 6
+FIRST_BATCH_STEP = 4294967290  # SLURM numbers its batch and interactive steps from here on
 
 
 def started_by_srun():
-    """Return whether srun has started this process.
+    """Return whether srun has started this process; otherwise it is the first, or started by it.
 
-    Otherwise it is the first one, or the first one has started it. A shell of `srun --pty` has
+    A batch script has no step id, or one of the highest; a shell of `srun --pty` has
     SLURM_PTY_PORT.
     """
-    step = int(os.environ.get("SLURM_STEP_ID", FIRST_SPECIAL_STEP))
-    return step < FIRST_SPECIAL_STEP and "SLURM_PTY_PORT" not in os.environ
+    step = os.environ.get("SLURM_STEP_ID")
+    if step is None:
+        return False
+    return int(step) < FIRST_BATCH_STEP and "SLURM_PTY_PORT" not in os.environ
 
 
 def devices_per_node(srun):
-    """Return the number of processes of this node, unless --devices says another."""
+    """Return the number of processes that this node has, or gets unless --devices says another."""
     if not srun:
         return torch.cuda.device_count() or 2
     gpus = int(os.environ.get("SLURM_GPUS_ON_NODE", 0))
@@ -47,12 +48,12 @@ def check_tasks(parser, args):
     per_node = int(os.environ.get("SLURM_NTASKS_PER_NODE", 1))
     if not per_node * args.nodes == started == args.world_size:
         wrong = f"srun started {started} tasks on {args.nodes} nodes, not {args.devices} on each"
-        wrong += " (--devices, or one per GPU)"
-        parser.error(f"{wrong}: use #SBATCH --ntasks-per-node instead of --ntasks")
+        advice = "use #SBATCH --ntasks-per-node instead of --ntasks"
+        parser.error(f"{wrong} (--devices, or one per GPU): {advice}")
 
 
 def prepare_process(args):
-    """Make this process end when its launcher does, print at once, and set what Lightning reads."""
+    """Prepare this process before it joins the others, and set what Lightning reads."""
     hangs.listen()
     hangs.watch_start(args)
     processes.explain_errors()
@@ -60,47 +61,46 @@ def prepare_process(args):
     processes.keep_memory()
     processes.keep_printing()
     if args.srun:
-        # Rank 0 is on the first of these nodes.
+        # The process with rank 0 is on the first of these nodes.
         os.environ["SLURM_NODELIST"] = os.environ["SLURM_STEP_NODELIST"]
     elif "STARTED_BY" in os.environ:  # by the process that has this id
-        # PR_SET_PDEATHSIG: no worker outlives its launcher.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends when that one does
         if os.getppid() != int(os.environ["STARTED_BY"]):
-            os._exit(1)  # it has ended before
+            os._exit(1)  # that one has ended before
     else:
-        os.environ["STARTED_BY"] = str(os.getpid())  # those that it starts inherit it
+        os.environ["STARTED_BY"] = f"{os.getpid()}"  # in the environment of those that it starts
+        # A notebook may have these from another launcher.
         for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK"):
-            os.environ.pop(name, None)  # what a notebook may have from another launcher
+            os.environ.pop(name, None)
     if not args.srun:
-        # Ctrl-C ends it without a traceback, and the others with it.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        # The loopback interface works even if the host name cannot be resolved.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all of them without a traceback
+        # The loopback interface works even if the host's name cannot be resolved.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    cores = max(1, len(os.sched_getaffinity(0)) // args.devices)
-    if args.srun:  # it gives each process its own cores
-        cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) or cores
-    torch.set_num_threads(cores)
-    # Otherwise Lightning sets another number.
-    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    # srun gives each process cores of its own.
+    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) if args.srun else 0
+    torch.set_num_threads(cores or max(1, len(os.sched_getaffinity(0)) // args.devices))
+    # Without this variable Lightning sets another number of threads.
+    os.environ["OMP_NUM_THREADS"] = f"{torch.get_num_threads()}"
     quiet_lightning()
     # DDP warns about the strides of conv1's gradient. It is harmless: with one channel, both memory
     # layouts are equal.
     warnings.filterwarnings("ignore", "Grad strides")
+    # Lightning warns that the output folder is not empty; .lock keeps other runs out of it.
+    warnings.filterwarnings("ignore", "Checkpoint directory")
 
 
 def watch(launcher):
-    """Have this process, which has started others, end when one fails, and say which one did."""
+    """Have this process, which has started others, end when one of them fails, and name it."""
 
     def wait_for(number, process):
         status = process.wait()
-        if status == 0:
+        if not status:
             return
-        if status == 2:  # fail() has printed the error
-            os._exit(2)
-        cause = signal.Signals(-status).name if status < 0 else "an exception"
-        message = f"process {number} ended with {cause}: fix the cause, then use --resume"
-        print(f"train.py: error: {message}", file=sys.stderr, flush=True)
-        os._exit(1)
+        if status != 2:  # otherwise fail() has printed the error
+            cause = signal.Signals(-status).name if status < 0 else "an exception"
+            message = f"process {number} ended with {cause}: fix the cause, then use --resume"
+            print(f"train.py: error: {message}", file=sys.stderr, flush=True)
+        os._exit(2 if status == 2 else 1)
 
     for number, process in enumerate(launcher.procs, 1):
         threading.Thread(target=wait_for, args=(number, process), daemon=True).start()
@@ -109,10 +109,10 @@ def watch(launcher):
 
 
 def print_errors(main):
-    """Have a process that fails print its traceback at once.
+    """Have a process that fails print its traceback at once, before others fail because of it.
 
-    What fails later in others is often a consequence. It may have failed because it has lost the
-    connection to one that has died: watch() first says which one that is.
+    It may have failed because it has lost the connection to one that has died: watch() first says
+    which one that is.
     """
 
     @functools.wraps(main)
@@ -121,10 +121,10 @@ def print_errors(main):
             main(*args)
         except Exception as error:
             # If another process has failed before, watch() ends this one without a traceback. If
-            # that is the one which has started this one, the kernel does so, a moment after it has
+            # that was the one that has started this one, the kernel does so, a moment after it has
             # closed the connection.
-            is_first = os.environ.get("STARTED_BY") == str(os.getpid())
-            time.sleep(1 if is_first else 0.2)
+            first = os.environ.get("STARTED_BY") == f"{os.getpid()}"
+            time.sleep(1 if first else 0.2)
             sys.excepthook(type(error), error, error.__traceback__)
             time.sleep(1)  # for the launcher's word on a process that has died
             os._exit(1)

@@ -23,39 +23,22 @@ warnings.filterwarnings("ignore", "Grad strides")  # about conv1's memory layout
 
 
 class LitConvNet(L.LightningModule):
-    """The model with its loss, its optimizer and its data; trainer.fit calls these methods."""
+    """The model with its losses and its optimizer; trainer.fit calls these methods."""
 
     def __init__(self):
         super().__init__()
         self.model = ConvNet()
-        self.train_set, self.test_set = data.load("digits")
 
-    # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
-    def train_dataloader(self):
-        rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        # ddp: shuffled parts of equal length: who had more steps would wait forever
-        sampler = DistributedSampler(self.train_set, world_size, rank, seed=SEED, drop_last=True)
-        self.sampler = sampler  # for on_train_epoch_start
-        batches = BatchSampler(sampler, BATCH_SIZE, drop_last=True)
-        return DataLoader(self.train_set, sampler=batches, batch_size=None)
-
-    def val_dataloader(self):
-        rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        # ddp: each test sample exactly once; a DistributedSampler would repeat some, or drop them
-        shard = range(rank, len(self.test_set), world_size)
-        batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
-        return DataLoader(self.test_set, sampler=batches, batch_size=None)
+    def forward(self, images):
+        return self.model(images)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), LR)
 
-    def on_train_epoch_start(self):
-        # ddp: shuffles anew; Lightning does not look for a sampler within a BatchSampler
-        self.sampler.set_epoch(self.current_epoch)
-
     def training_step(self, batch, _):
         images, labels = batch
-        loss = F.cross_entropy(self.model(images), labels)
+        logits = self(images)
+        loss = F.cross_entropy(logits, labels)
         # All batches are equally large: the sum of these shares is the mean over all samples.
         share = loss.double() / self.trainer.num_training_batches / self.trainer.world_size
         # lightning: sums over the steps (reduce_fx), and over all processes (sync_dist)
@@ -64,17 +47,20 @@ class LitConvNet(L.LightningModule):
 
     def validation_step(self, batch, _):
         images, labels = batch
-        correct = (self.model(images).argmax(1) == labels).sum().double()
+        logits = self(images)
+        loss = F.cross_entropy(logits, labels, reduction="sum").double()
+        correct = (logits.argmax(1) == labels).sum().double()
+        size = len(self.trainer.val_dataloaders.dataset)
+        metrics = {"test_loss": loss / size, "test_accuracy": correct / size}
         # lightning: a sum as well; "mean" would weight batches by a count that it has rounded
-        self.log("test_accuracy", correct / len(self.test_set), sync_dist=True, reduce_fx="sum")
+        self.log_dict(metrics, sync_dist=True, reduce_fx="sum")
 
     def on_train_epoch_end(self):  # lightning: comes after the validation of this epoch
         metrics = self.trainer.callback_metrics
-        train_loss, accuracy = metrics["train_loss"], metrics["test_accuracy"]
         if self.trainer.is_global_zero:
-            epoch = self.current_epoch + 1
-            line = f"epoch {epoch}: train loss {train_loss:.4f}, test acc {accuracy:.2%}"
-            print(line, flush=True)
+            losses = f"train loss {metrics['train_loss']:.4f}, test loss {metrics['test_loss']:.4f}"
+            accuracy = f"test acc {metrics['test_accuracy']:.2%}"
+            print(f"epoch {self.current_epoch + 1}: {losses}, {accuracy}", flush=True)
 
 
 def main():
@@ -90,10 +76,26 @@ def main():
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
+    rank = trainer.global_rank
+    world_size = trainer.world_size
+
+    # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
+    # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
+    train_set, test_set = data.load("digits")
+    # ddp: shuffled parts of equal length: whoever had more steps would wait for the others forever
+    sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
+    batches = BatchSampler(sampler, BATCH_SIZE, drop_last=True)
+    batches.set_epoch = sampler.set_epoch  # lightning: calls it in each epoch, to shuffle anew
+    train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
+    # ddp: each test sample exactly once; a DistributedSampler would repeat some, or drop them
+    shard = range(rank, len(test_set), world_size)
+    batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
+    test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
+
     torch.manual_seed(SEED)
     model = LitConvNet()
-    trainer.fit(model)
-    if trainer.is_global_zero:  # ddp: all processes have the same weights; one writes them
+    trainer.fit(model, train_loader, test_loader)
+    if rank == 0:  # ddp: all processes have the same weights; one writes them
         torch.save(model.model.cpu().state_dict(), "model.pt")
     os._exit(0)  # at once: while Python shuts down, Gloo's threads can abort the process
 

@@ -3,20 +3,20 @@
 Locally:   python train.py --devices 2
 On SLURM:  sbatch run.slurm --epochs 10
 
-Comments that begin with "ddp:" or "lightning:" mark what a script for a single process would not need. What else a long
-job on a cluster needs is in plumbing.py, such as errors that say what to do, and in launching.py.
+It is minimal.py with what a long job needs: flags, and checkpoints that survive a kill. Comments
+that begin with "ddp:" or "lightning:" mark what a single process would not need. The functions of
+plumbing and launching keep the job alive.
 """
 
-import argparse
 import os
 import signal
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
@@ -28,31 +28,23 @@ import plumbing
 from common import data
 from common.models import ConvNet
 
-PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp64": "64-true"}  # lightning: the Trainer's names
+PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp64": "64-true"}  # the Trainer's names
 
 
 def parse_args():
     srun = launching.started_by_srun()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     devices = launching.devices_per_node(srun)
-    parser.add_argument("--devices", type=int, default=devices, help="number of processes per node")
-    parser.add_argument("--dataset", choices=data.NAMES, default="digits")
-    parser.add_argument("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
-    parser.add_argument("--epochs", type=int, default=5, help="total number, including those before a resume")
-    parser.add_argument("--batch-size", type=int, default=64, help="samples per batch of each process")
-    parser.add_argument("--global-batch", type=int, metavar="N", help="samples of a step, shared by all processes")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
-    parser.add_argument("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by the number of processes")
-    parser.add_argument("--warmup-steps", type=int, default=0, help="steps in which the learning rate rises")
-    parser.add_argument("--seed", type=int, default=0, help="seed for initial weights and shuffling")
-    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="bf16: mixed; fp64: for tests")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for other processes before giving up")
-    parser.add_argument("--output-dir", type=Path, default="output", help="folder for everything the run writes")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    parser.add_argument("--logger", choices=("CSVLogger", "TensorBoardLogger"), help="also log with this one")
+    parser = plumbing.arguments(__doc__, PRECISIONS)  # --epochs and what else all examples have
+    add = parser.add_argument
+    add("--devices", type=int, default=devices, help="number of processes on each node")
+    add("--dataset", choices=data.NAMES, default="digits")
+    add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
+    add("--logger", choices=("CSVLogger", "TensorBoardLogger"), help="also log with this one")
     args = parser.parse_args()
-    args.srun, args.nodes = srun, int(os.environ["SLURM_STEP_NUM_NODES"]) if srun else 1
-    args.processes, args.world_size = args.devices, args.devices * args.nodes
+    args.srun = srun
+    args.nodes = int(os.environ["SLURM_STEP_NUM_NODES"]) if srun else 1
+    args.processes = args.devices
+    args.world_size = args.devices * args.nodes
     plumbing.check_args(parser, args)
     plumbing.share_batch(args)
     launching.check_tasks(parser, args)
@@ -62,40 +54,46 @@ def parse_args():
 class LitConvNet(L.LightningModule):
     """The model with its losses and its optimizer; trainer.fit calls these methods."""
 
-    def __init__(self, args, sampler):
+    def __init__(self, args):
         super().__init__()
-        self.args, self.sampler = args, sampler
+        self.args = args
         self.model = ConvNet()
 
     def forward(self, images):
         return self.model(images).to(images.dtype)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), learning_rate(self.args, 0))
+        return torch.optim.AdamW(self.parameters(), plumbing.learning_rate(self.args, 0))
 
     def on_train_start(self):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # lightning: end at SIGTERM; its handler would first wait
-        # One backward pass now, so that a resumed run has the same bits; the zeros have the shape of the model's input.
+        # lightning: its own handler waits for the step's end; SLURM kills soon, so end at once
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # DDP chooses in its first backward pass in which order it sums gradients. One is done now,
+        # on zeros of the input's shape: a resumed run then sums in the same order, and has the
+        # same bits.
         zeros = torch.zeros(1, 1, 28, 28, device=self.device, dtype=self.dtype)
         plumbing.fix_summation_order(self.trainer.model, zeros)
 
     def on_train_epoch_start(self):
-        self.sampler.set_epoch(self.current_epoch)  # ddp: another order in each epoch, the same in all processes
         self.start = time.perf_counter()
 
     def training_step(self, batch, _):
         images, labels = batch
-        loss = F.cross_entropy(self(images), labels)
-        plumbing.note_loss(self.trainer.train_dataloader, loss)  # the first that is not finite: see `check_results`
-        share = loss.double() / self.trainer.num_training_batches / self.args.world_size  # of the mean, see below
-        # lightning: sync_dist sums over all processes at the end of the epoch
+        logits = self(images)
+        loss = F.cross_entropy(logits, labels)
+        # One that is not finite stops the run, see below.
+        plumbing.note_loss(self.trainer.train_dataloader, loss)
+        # All batches are equally large: the sum of these shares is the mean over all samples.
+        share = loss.double() / self.trainer.num_training_batches / self.trainer.world_size
+        # lightning: sums over the steps (reduce_fx), and over all processes (sync_dist)
         self.log("train_loss", share, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
-        return loss  # ddp: in the backward pass, DDPStrategy averages the gradients over all processes
+        return loss  # ddp: Lightning calls backward(), in which DDP averages the gradients
 
     def on_before_optimizer_step(self, optimizer):
         if not self.trainer.lr_scheduler_configs:  # you may add a scheduler
             for param_group in optimizer.param_groups:
-                param_group["lr"] = learning_rate(self.args, self.trainer.global_step)
+                step = self.trainer.global_step
+                param_group["lr"] = plumbing.learning_rate(self.args, step)
 
     def on_validation_start(self):
         if self.device.type == "cuda":
@@ -104,118 +102,146 @@ class LitConvNet(L.LightningModule):
 
     def validation_step(self, batch, _):
         images, labels = batch
-        logits, size = self(images), len(self.trainer.val_dataloaders.dataset)
-        loss, correct = F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(1) == labels).sum()
-        shares = {"test_loss": loss.double() / size, "test_accuracy": correct.double() / size}
-        # lightning: reduce_fx="mean" would round the number of samples when it divides over processes
-        self.log_dict(shares, sync_dist=True, reduce_fx="sum")
+        logits = self(images)
+        loss = F.cross_entropy(logits, labels, reduction="sum").double()
+        correct = (logits.argmax(1) == labels).sum().double()
+        size = len(self.trainer.val_dataloaders.dataset)
+        metrics = {"test_loss": loss / size, "test_accuracy": correct / size}
+        # lightning: a sum as well; "mean" would weight batches by a count that it has rounded
+        self.log_dict(metrics, sync_dist=True, reduce_fx="sum")
 
-    def on_train_epoch_end(self):  # lightning: after the validation of this epoch
+    def on_train_epoch_end(self):  # lightning: comes after the validation of this epoch
+        metrics = self.trainer.callback_metrics
         row = {"epoch": self.current_epoch + 1}
-        row |= {key: self.trainer.callback_metrics[key].item() for key in ("train_loss", "test_loss", "test_accuracy")}
+        row |= {name: metrics[name].item() for name in ("train_loss", "test_loss", "test_accuracy")}
         samples = self.trainer.num_training_batches * self.args.global_batch
         row |= {"samples_per_second": samples / self.seconds, "seconds": self.seconds}
-        self.progress["history"].append(row | {"world_size": self.args.world_size})
+        row |= {"world_size": self.args.world_size}
+        self.progress["history"].append(row)
         self.progress["step"] = self.trainer.global_step
-        plumbing.check_results(self.args, self, self.progress)  # stops the run if a loss is not finite, and the like
-        self.trainer.save_checkpoint(self.args.output_dir / "checkpoint.pt")  # lightning: all processes must call it
-        plumbing.print_epoch(self.args, self.progress)
+        # Stops the run if a loss is not finite; otherwise EpochCheckpoint saves it now.
+        plumbing.check_results(self.args, self, self.progress)
 
-    def on_save_checkpoint(self, checkpoint):  # lightning: has put the state of model and optimizer into it
+    def on_save_checkpoint(self, checkpoint):  # lightning: has the state of model and optimizer
         checkpoint["progress"] = self.progress
+
+
+class EpochCheckpoint(ModelCheckpoint):
+    """Save after each epoch, and then print its line: an epoch that is printed is not lost."""
+
+    FILE_EXTENSION = ".pt"
+
+    def on_train_epoch_end(self, trainer, module):
+        super().on_train_epoch_end(trainer, module)
+        plumbing.print_epoch(module.args, module.progress)
+
+    def state_dict(self):
+        return {}  # lightning: it would have paths, which are others after the folder has moved
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """How the Trainer writes and reads its checkpoints; of all processes, rank 0 writes."""
 
     def __init__(self, args):
-        self.args, self.found = args, None
+        self.args = args
+        self.checkpoint = None  # what resume() has read
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):
-        plumbing.write_checkpoint(self.args, checkpoint)
+        plumbing.write_checkpoint(self.args, checkpoint)  # as a whole or not at all
 
     def load_checkpoint(self, path, **_):
-        return self.found
-
-
-def learning_rate(args, step):
-    """Return the learning rate of a step, counted from 0 over the whole run: --lr, scaled, after a linear warm-up."""
-    factor = {"linear": args.world_size, "sqrt": args.world_size**0.5}.get(args.scale_lr, 1)
-    return args.lr * factor * min(1, (step + 1) / (args.warmup_steps + 1))
+        return self.checkpoint
 
 
 def setup(args):
-    """Start the other processes, if srun has not; join the process group, and return the Trainer."""
-    torch.set_float32_matmul_precision("high" if torch.cuda.is_available() else "highest")  # TF32, since the A100
-    environment = SLURMEnvironment(auto_requeue=False) if args.srun else LightningEnvironment()  # lightning: ranks
+    """Start the other processes, if srun has not; join the process group; return the Trainer."""
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")  # TF32: faster products in fp32, since the A100
+    # lightning: who has started the processes, and by which variables each knows its rank
+    environment = SLURMEnvironment(auto_requeue=False) if args.srun else LightningEnvironment()
     trainer = L.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=args.devices,
         num_nodes=args.nodes,
         strategy=DDPStrategy(timeout=timedelta(seconds=args.timeout)),
         plugins=[environment, AtomicCheckpointIO(args)],
+        callbacks=[EpochCheckpoint(args.output_dir, "checkpoint", enable_version_counter=False)],
         precision=PRECISIONS[args.precision],
         max_epochs=args.epochs,
         logger=getattr(L.pytorch.loggers, args.logger)(args.output_dir) if args.logger else False,
         use_distributed_sampler=False,  # lightning: its sampler would repeat test samples
-        num_sanity_val_steps=0,
-        enable_checkpointing=False,  # lightning: LitConvNet saves, after the evaluation of each epoch
-        enable_progress_bar=sys.stdout.isatty(),
+        num_sanity_val_steps=0,  # a restart would have to wait for it
+        enable_progress_bar=sys.stdout.isatty(),  # it would fill a log file
     )
     plumbing.check_gpu(trainer.strategy.root_device)
     launcher = trainer.strategy.launcher
-    launcher.launch(launching.watch, launcher)  # lightning: runs this script again for each process, unless srun has
-    trainer.strategy.setup_environment()  # lightning: joins the process group; fit would do both, but later
+    # lightning: runs this script again for each further process, unless srun has done so. fit
+    # would start and join them as well, but only after the data and the checkpoint were read.
+    launcher.launch(launching.watch, launcher)
+    trainer.strategy.setup_environment()  # lightning: joins the process group
     return trainer
 
 
 def resume(args, trainer, model):
     """Have fit find the checkpoint, if there is one; return how far the run is."""
+    progress = {"step": 0, "history": []}  # steps of the whole run; rows of metrics.csv
     found = plumbing.read_checkpoint(args, model) if trainer.global_rank == 0 else None
-    checkpoint = plumbing.share_checkpoint(args, found)  # ddp: rank 0 decides, and each process reads the file
-    trainer.strategy.checkpoint_io.found = checkpoint
-    # Steps of the whole run; one row of metrics.csv for each complete epoch.
-    return checkpoint["progress"] if checkpoint else {"step": 0, "history": []}
+    # ddp: rank 0 decides; then each process reads the file, or ends if rank 0 has found an error
+    checkpoint = plumbing.share_checkpoint(args, found)
+    if checkpoint:
+        trainer.strategy.checkpoint_io.checkpoint = checkpoint
+        progress = checkpoint["progress"]
+    return progress
 
 
 @launching.print_errors
 def main(args):
-    """Train as one process of args.world_size."""
+    """Train as the first process, which starts the others, or as one that srun has started."""
     launching.prepare_process(args)
     trainer = setup(args)
-    device, rank = trainer.strategy.root_device, trainer.global_rank
+    device = trainer.strategy.root_device
+    rank = trainer.global_rank
 
-    # Data (yours: see README.md): a list of indices reads a whole batch at once, therefore batch_size=None.
+    # Data (yours: see README.md). The sampler yields all indices of a batch and the data set
+    # returns the whole batch, so DataLoader must not collect samples: batch_size=None.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
         plumbing.fail(error)
-    loading = {"batch_size": None, "pin_memory": device.type == "cuda"}  # pinned: no step waits for its copy to a GPU
-    # ddp: shuffled shards of equal length, so that all processes take the same number of steps
+    # Pinned memory: no step waits for its copy to a GPU.
+    loading = {"batch_size": None, "pin_memory": device.type == "cuda"}
+    # ddp: shuffled parts of equal length: whoever had more steps would wait for the others forever
     sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
     args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
-    train_loader = DataLoader(train_set, sampler=BatchSampler(sampler, args.batch_size, drop_last=True), **loading)
-    # ddp: each test sample exactly once; a DistributedSampler would repeat some to make the shards equally long
+    batches = BatchSampler(sampler, args.batch_size, drop_last=True)
+    batches.set_epoch = sampler.set_epoch  # lightning: calls it in each epoch, to shuffle anew
+    train_loader = DataLoader(train_set, sampler=batches, **loading)
+    # ddp: each test sample exactly once; a DistributedSampler would repeat some, or drop them
     shard = range(rank, len(test_set), args.world_size)
-    test_loader = DataLoader(test_set, sampler=BatchSampler(shard, args.batch_size, drop_last=False), **loading)
+    batches = BatchSampler(shard, args.batch_size, drop_last=False)
+    test_loader = DataLoader(test_set, sampler=batches, **loading)
 
     # Model; fit creates the optimizer, and loads the state of both if the run is resumed.
     torch.manual_seed(args.seed)
-    model = LitConvNet(args, sampler)
-    # lightning: convert to fp64 now, if asked for: fit would first load the checkpoint, and round it to fp32
+    model = LitConvNet(args)
+    # lightning: fit would convert the weights to fp64 after it has loaded and rounded a checkpoint
     model = trainer.precision_plugin.convert_module(model)
-    progress = model.progress = resume(args, trainer, model.model)
+    progress = resume(args, trainer, model.model)
+    model.progress = progress
 
     # Train.
-    plumbing.print_header(args, f"{type(model.model).__name__} on {args.data_name}", device, progress)
-    found = args.output_dir / "checkpoint.pt" if progress["history"] else None
-    trainer.fit(model, train_loader, test_loader, ckpt_path=found)  # lightning: all epochs that are left
+    name = type(model.model).__name__
+    plumbing.print_header(args, f"{name} on {args.data_name}", device, progress)
+    # lightning: with "last" each process would look for itself, and some might not see the file
+    path = args.output_dir / "checkpoint.pt" if progress["history"] else None
+    trainer.fit(model, train_loader, test_loader, ckpt_path=path)
 
     # Finish.
-    if rank == 0:
-        plumbing.write(args.output_dir / "model.pt", lambda file: torch.save(model.model.cpu().state_dict(), file))
+    path = args.output_dir / "model.pt"
+    if rank == 0:  # ddp: all processes have the same weights; one writes them
+        plumbing.write(path, lambda file: torch.save(model.model.cpu().state_dict(), file))
     accuracy = progress["history"][-1]["test_accuracy"]
-    plumbing.finish(args, progress, f"finished: test acc {accuracy:.2%}, model in {args.output_dir / 'model.pt'}")
+    plumbing.finish(args, progress, f"finished: test acc {accuracy:.2%}, model in {path}")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import tokenize
 from argparse import Namespace
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from harness.processes import clean_environment
 # The most lines of each file; of train.py, see `lines` in the table of the examples.
 LINES = {"README.md": 110, "run.slurm": 50}
 TRAINING_BY = 100  # the line before which the function that trains begins
-LONGEST, PARAMETERS = 55, 6  # lines and parameters of a function
+LONGEST, MAIN, PARAMETERS = 55, 66, 6  # lines of a function, and of main; parameters
 
 
 def text_of(name: str, file: str = "train.py") -> str:
@@ -43,11 +43,11 @@ def assert_readable(text: str, most: int) -> None:
     starts = [i for i, line in enumerate(lines, 1) if re.match(r" *def (train_one_epoch|training_step)\(", line)]
     assert len(starts) == 1 and starts[0] < TRAINING_BY
     for name, node in functions(text).items():
-        assert node.end_lineno - node.lineno < LONGEST, name
+        assert node.end_lineno - node.lineno < (MAIN if name == "main" else LONGEST), name
         assert len(node.args.args) <= PARAMETERS, name
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     commented = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
-    assert 0.08 <= len(commented) / len(lines) <= 0.2
+    assert 0.08 <= len(commented) / len(lines) <= 0.23
     assert not re.search(r"# \w+:\s*$", text, re.MULTILINE), "a tag without words"
 
 
@@ -65,19 +65,19 @@ def test_two_files_to_read_can_fail() -> None:
     """A long file, late training, a long function, many parameters and a tag without words are each noticed."""
     text, most = text_of("ddp_spawn"), LAUNCHERS["ddp_spawn"].lines
     assert_readable(text, most)
-    long = text.replace("    # Train.\n", "    # Train.\n" + "    print()\n" * 15)
-    late = text.replace("\n\n\ndef setup", "\n" * 35 + "def setup")
-    bare = text.replace("# ddp: sum over all processes", "# ddp:", 1)
+    long = text.replace("    # Train.\n", "    # Train.\n" + "    print()\n" * 25)
+    late = text.replace("\n\n\ndef setup", "\n" * 45 + "def setup")
+    bare = text.replace("# ddp: sum over all processes, which all have to call this", "# ddp:", 1)
     many = text.replace("def setup(args, ", "def setup(args, a, b, c, d, e, ")
-    for bad, bound in ((text + "\n" * 40, most), *((bad, 1000) for bad in (long, late, bare, many))):
+    for bad, bound in ((text + "\n" * 100, most), *((bad, 1000) for bad in (long, late, bare, many))):
         assert bad != text
         with pytest.raises(AssertionError):
             assert_readable(bad, bound)
 
 
 # The most lines, of 100 columns.
-MINIMAL_LINES = {"minimal.py": 99, "minimal.slurm": 25}
-LONGER = {"ddp_spawn": 109, "deepspeed": 109, "lightning": 105, "fsdp": 130}  # minimal.py
+MINIMAL_LINES = {"minimal.py": 110, "minimal.slurm": 25}
+LONGER = {"deepspeed": 112, "fsdp": 135}  # minimal.py
 
 
 @pytest.mark.parametrize("name", MINIMAL)
@@ -112,27 +112,23 @@ def test_header_of_run_slurm(name: str) -> None:
 
 
 def test_diff_shows_the_launcher() -> None:
-    """ddp_spawn and torchrun_multinode differ in at most 105 lines: the launcher, accumulation, stopping."""
-    assert 40 < edits.changed_lines(text_of("ddp_spawn"), text_of("torchrun_multinode")) <= 105
+    """ddp_spawn and torchrun_multinode differ in at most 115 lines: the launcher, accumulation, stopping."""
+    assert 40 < edits.changed_lines(text_of("ddp_spawn"), text_of("torchrun_multinode")) <= 115
     assert edits.changed_lines("a\nb\n", "a\nc\nd\n") == 3 and edits.changed_lines("a\n", "a\n") == 0
 
 
-def test_same_learning_rate() -> None:
-    """The function that scales and warms up the learning rate is the same text in all; fsdp counts groups."""
-    found = [ast.unparse(functions(text_of(name))["learning_rate"]) for name in EXAMPLES]
-    assert {text.replace("args.groups", "args.world_size") for text in found} == {found[0]}
-
-
 def test_learning_rate() -> None:
-    """The rate rises along a line to --lr times 1, the processes or their square root, and then stays."""
-    names: dict[str, Callable[[Namespace, int], float]] = {}
-    exec(ast.unparse(functions(text_of(EXAMPLES[0]))["learning_rate"]), names)
-    for scale, factor in ((None, 1), ("linear", 4), ("sqrt", 2)):
-        args = Namespace(lr=0.5, scale_lr=scale, warmup_steps=3, world_size=4)
-        rates = [names["learning_rate"](args, step) for step in range(6)]
-        assert rates == [0.5 * factor * share for share in (0.25, 0.5, 0.75, 1, 1, 1)]
-        args.warmup_steps = 0
-        assert names["learning_rate"](args, 0) == names["learning_rate"](args, 10**6) == 0.5 * factor
+    """The rate rises along a line to --lr times 1, the processes or their square root, and then stays.
+
+    Where groups of processes share samples, these are counted.
+    """
+    for groups in ({"world_size": 4}, {"world_size": 8, "groups": 4}):
+        for scale, factor in ((None, 1), ("linear", 4), ("sqrt", 2)):
+            args = Namespace(lr=0.5, scale_lr=scale, warmup_steps=3, **groups)
+            rates = [plumbing.learning_rate(args, step) for step in range(6)]
+            assert rates == [0.5 * factor * share for share in (0.25, 0.5, 0.75, 1, 1, 1)]
+            args.warmup_steps = 0
+            assert plumbing.learning_rate(args, 0) == plumbing.learning_rate(args, 10**6) == 0.5 * factor
 
 
 def test_requested(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +172,14 @@ def test_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert commit() is None
 
 
+# What a user writes in the place of the common flags, below the constants of minimal.py.
+PARSER = """
+argparse.ArgumentParser()
+parser.set_defaults(epochs=EPOCHS, batch_size=BATCH_SIZE, seed=SEED, lr=LR)
+parser.set_defaults(precision="fp32", timeout=300, output_dir=Path("."))
+"""
+
+
 class WithoutPlumbing(ast.NodeTransformer):
     """Remove the import of plumbing and each call to it, whose value is None then."""
 
@@ -191,10 +195,23 @@ class WithoutPlumbing(ast.NodeTransformer):
 
 
 def test_without_plumbing(tmp_path: Path) -> None:
-    """Without plumbing/ and the calls to it, ddp_spawn's train.py still trains: its loss falls as before."""
+    """Without plumbing/ and the calls to it, ddp_spawn's train.py still trains: its loss falls as before.
+
+    In the place of the common flags and of the learning rate it has the constants of minimal.py.
+    """
     folder = copy_example(ROOT / "examples" / "ddp_spawn", tmp_path / "plain")
     shutil.rmtree(folder / "plumbing")
-    text = text_of("ddp_spawn").replace("plumbing.print_epoch(args, progress)", "print('row', row) if rank == 0 else 0")
+    text = text_of("ddp_spawn")
+    (constants,) = re.findall(r"^EPOCHS, .*\n", text_of("ddp_spawn", "minimal.py"), re.MULTILINE)
+    for old, new in (
+        ("import os\n", "import argparse\nimport os\nfrom pathlib import Path\n"),
+        ("\n\ndef parse_args():\n", f"\n{constants}\n\ndef parse_args():\n"),
+        ("plumbing.arguments(__doc__, WEIGHT_DTYPES)", textwrap.indent(PARSER, "    ").strip()),
+        ('plumbing.learning_rate(args, progress["step"])', "LR"),
+        ("plumbing.print_epoch(args, progress)", "print('row', row) if rank == 0 else 0"),
+    ):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
     tree = ast.fix_missing_locations(WithoutPlumbing().visit(ast.parse(text)))
     assert "plumbing" not in "\n".join(ast.unparse(tree).splitlines()[10:])  # the docstring names it
     (folder / "train.py").write_text(ast.unparse(tree))
