@@ -5,7 +5,7 @@ On SLURM:  sbatch run.slurm --epochs 10
 
 It is minimal.py with what a long job needs: flags, checkpoints that survive a kill, and clear
 errors. Comments that begin with a tag, such as "horovod:", mark what a single process would not
-need. The functions of plumbing keep the job alive. train_lm.py imports functions of this file.
+need. The functions of plumbing keep the job alive. more/train_lm.py imports functions from here.
 """
 
 import os
