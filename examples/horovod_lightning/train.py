@@ -12,11 +12,14 @@ import os
 import signal
 import sys
 import time
+import warnings
 
 import horovod.torch as hvd
 import lightning as L
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from torch.nn import functional as F
@@ -28,7 +31,6 @@ from common.models import ConvNet
 
 # lightning: the Trainer's names
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp64": "64-true"}
-LOGGERS = ("CSVLogger", "TensorBoardLogger")
 
 
 def parse_args():
@@ -38,7 +40,7 @@ def parse_args():
     add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
     add("--gradient-accumulation-steps", type=int, default=1, help="batches per optimizer step")
     add("--max-grad-norm", type=float, help="clip the norm of the gradients to this value")
-    add("--logger", choices=LOGGERS, help="also log with this logger of Lightning")
+    add("--logger", choices=("CSVLogger", "TensorBoardLogger"), help="also log with this one")
     add("--keep-epochs", type=int, metavar="N", help="keep N epochs' checkpoints, and the best")
     args = parser.parse_args()
     plumbing.check_args(parser, args)
@@ -71,19 +73,19 @@ class LitConvNet(L.LightningModule):
         images, labels = batch
         logits = self(images)
         loss = F.cross_entropy(logits, labels)
-        # One that is not finite stops the run, see check_results below.
+        # One that is not finite stops the run, see below.
         plumbing.note_loss(self.trainer.train_dataloader, loss)
-        # This batch's part of the epoch's mean.
-        part = loss.double() / self.trainer.num_training_batches / self.args.world_size
-        # lightning: sync_dist sums the parts over all processes at the end of the epoch
-        self.log("train_loss", part, on_epoch=True, on_step=False, sync_dist=True, reduce_fx="sum")
+        # All batches are equally large: the sum of these shares is the mean over all samples.
+        share = loss.double() / self.trainer.num_training_batches / self.trainer.world_size
+        # lightning: sums over the steps (reduce_fx), and over all processes (sync_dist)
+        self.log("train_loss", share, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
         return loss  # horovod: the optimizer that HorovodStrategy has wrapped averages gradients
 
     def on_before_optimizer_step(self, optimizer):
-        if self.trainer.lr_scheduler_configs:
-            return  # you may add a scheduler
-        for param_group in optimizer.param_groups:
-            param_group["lr"] = plumbing.learning_rate(self.args, self.trainer.global_step)
+        if not self.trainer.lr_scheduler_configs:  # you may add a scheduler
+            for param_group in optimizer.param_groups:
+                step = self.trainer.global_step
+                param_group["lr"] = plumbing.learning_rate(self.args, step)
 
     def on_validation_start(self):
         self.seconds = time.perf_counter() - self.start
@@ -92,29 +94,54 @@ class LitConvNet(L.LightningModule):
         plumbing.restart_watchdog(self.args)
         images, labels = batch
         logits = self(images)
-        loss = F.cross_entropy(logits, labels, reduction="sum")
-        correct = (logits.argmax(1) == labels).sum()
-        samples = len(self.trainer.val_dataloaders.dataset)  # of all processes
-        parts = {"test_loss": loss.double() / samples, "test_accuracy": correct.double() / samples}
-        # lightning: reduce_fx="mean" would round the number of samples when it divides
-        self.log_dict(parts, sync_dist=True, reduce_fx="sum")
+        loss = F.cross_entropy(logits, labels, reduction="sum").double()
+        correct = (logits.argmax(1) == labels).sum().double()
+        size = len(self.trainer.val_dataloaders.dataset)
+        metrics = {"test_loss": loss / size, "test_accuracy": correct / size}
+        # lightning: a sum as well; "mean" would weight batches by a count that it has rounded
+        self.log_dict(metrics, sync_dist=True, reduce_fx="sum")
 
-    def on_train_epoch_end(self):  # lightning: after the validation of this epoch
+    def on_train_epoch_end(self):  # lightning: comes after the validation of this epoch
+        metrics = self.trainer.callback_metrics
         row = {"epoch": self.current_epoch + 1}
-        for name in ("train_loss", "test_loss", "test_accuracy"):
-            row[name] = self.trainer.callback_metrics[name].item()
+        row |= {name: metrics[name].item() for name in ("train_loss", "test_loss", "test_accuracy")}
         samples = self.trainer.num_training_batches * self.args.batch_size * self.args.world_size
         row |= {"samples_per_second": samples / self.seconds, "seconds": self.seconds}
         row |= {"world_size": self.args.world_size}
         self.progress["history"].append(row)
         self.progress["step"] = self.trainer.global_step
-        plumbing.check_results(self.args, self, self.progress)  # stops if a loss is not finite
-        # lightning: all processes must call it, and HorovodStrategy has one of them write
-        self.trainer.save_checkpoint(self.args.output_dir / "checkpoint.pt")
-        plumbing.print_epoch(self.args, self.progress)
+        # Stops the run if a loss is not finite; otherwise EpochCheckpoint saves it now.
+        plumbing.check_results(self.args, self, self.progress)
 
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["progress"] = self.progress  # lightning: beside the state of model and optimizer
+    def on_save_checkpoint(self, checkpoint):  # lightning: has the state of model and optimizer
+        checkpoint["progress"] = self.progress
+
+
+class EpochCheckpoint(ModelCheckpoint):
+    """Save after each epoch, and then print its line: an epoch that is printed is not lost."""
+
+    FILE_EXTENSION = ".pt"
+
+    def on_train_epoch_end(self, trainer, module):
+        super().on_train_epoch_end(trainer, module)
+        plumbing.print_epoch(module.args, module.progress)
+
+    def state_dict(self):
+        return {}  # lightning: it would have paths, which are others after the folder has moved
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """How the Trainer writes and reads its checkpoints; of all processes, rank 0 writes."""
+
+    def __init__(self, args):
+        self.args = args
+        self.checkpoint = None  # what resume() has read
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        plumbing.write_checkpoint(self.args, checkpoint)  # as a whole or not at all
+
+    def load_checkpoint(self, path, **_):
+        return self.checkpoint
 
 
 class HorovodStrategy(ParallelStrategy):
@@ -187,20 +214,6 @@ class HorovodStrategy(ParallelStrategy):
     def barrier(self, name=None):
         hvd.barrier()  # horovod: waits for all processes
 
-    def save_checkpoint(self, checkpoint, filepath, storage_options=None):
-        if hvd.rank() == 0:  # horovod: all processes have the same weights; one writes them
-            plumbing.write_checkpoint(self.lightning_module.args, checkpoint)
-
-    def load_checkpoint(self, *args, **kwargs):
-        return self.checkpoint  # lightning: what resume() has found; others may not see the file
-
-
-class EpochBatches(BatchSampler):
-    """Batches of indices; Lightning calls set_epoch before each epoch, also a resumed one."""
-
-    def set_epoch(self, epoch):
-        self.sampler.set_epoch(epoch)  # horovod: shuffles anew; each process takes its part
-
 
 def setup(args):
     """Join the other processes, and return the Trainer."""
@@ -213,40 +226,42 @@ def setup(args):
         cores = int(os.environ.get("SLURM_CPUS_PER_TASK", cores))  # srun has given each its own
     # More threads than cores are slower.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores))
-    logger = False
-    if args.logger:
-        logger = getattr(L.pytorch.loggers, args.logger)(args.output_dir)
     return L.Trainer(
         accelerator="cpu",
         devices=1,  # of this process: Horovod has started the others
         strategy=HorovodStrategy(cluster_environment=LightningEnvironment()),
+        plugins=[AtomicCheckpointIO(args)],
+        callbacks=[EpochCheckpoint(args.output_dir, "checkpoint", enable_version_counter=False)],
         precision=PRECISIONS[args.precision],
         max_epochs=args.epochs,
         accumulate_grad_batches=args.gradient_accumulation_steps,
         gradient_clip_val=args.max_grad_norm,
-        logger=logger,
+        logger=getattr(L.pytorch.loggers, args.logger)(args.output_dir) if args.logger else False,
         use_distributed_sampler=False,  # lightning: its sampler would repeat test samples
-        num_sanity_val_steps=0,  # on_validation_start takes the time since an epoch's start
-        enable_checkpointing=False,  # lightning: LitConvNet saves before it prints an epoch's line
-        enable_progress_bar=sys.stdout.isatty(),
+        num_sanity_val_steps=0,  # a restart would have to wait for it
+        enable_progress_bar=sys.stdout.isatty(),  # it would fill a log file
     )
 
 
 def resume(args, trainer, model):
     """Have fit find the checkpoint, if there is one; return how far the run is."""
+    progress = {"step": 0, "history": []}  # steps of the whole run; rows of metrics.csv
     # This is the checkpoint, or None where there is none, or an error message.
     found = plumbing.read_checkpoint(args, model) if trainer.global_rank == 0 else None
     found = trainer.strategy.broadcast(found)  # horovod: rank 0 reads it for all processes
     checkpoint = plumbing.accept(found)  # ends each process here if rank 0 has found an error
-    trainer.strategy.checkpoint = checkpoint
-    # Steps of the whole run; rows of metrics.csv.
-    return checkpoint["progress"] if checkpoint else {"step": 0, "history": []}
+    if checkpoint:
+        trainer.strategy.checkpoint_io.checkpoint = checkpoint
+        progress = checkpoint["progress"]
+    return progress
 
 
 def main(args):
     """Train as one of the processes that horovodrun or srun has started."""
     plumbing.prepare_process(args)
     plumbing.quiet_lightning()
+    # Lightning warns that the output folder is not empty. Only one run writes to it: see .lock.
+    warnings.filterwarnings("ignore", "Checkpoint directory")
     trainer = setup(args)
     device = trainer.strategy.root_device
     rank = trainer.global_rank
@@ -260,7 +275,8 @@ def main(args):
     # horovod: shuffled parts of equal length: who had more steps would wait for the others forever
     sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
     args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
-    batches = EpochBatches(sampler, args.batch_size, drop_last=True)
+    batches = BatchSampler(sampler, args.batch_size, drop_last=True)
+    batches.set_epoch = sampler.set_epoch  # lightning: calls it in each epoch, to shuffle anew
     train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
     # accumulation: batches that do not complete a step are left out
     trainer.limit_train_batches = args.steps_per_epoch * args.gradient_accumulation_steps
@@ -269,10 +285,10 @@ def main(args):
     batches = BatchSampler(shard, args.batch_size, drop_last=False)
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
 
-    # Model (yours: see README.md); fit makes the optimizer, and loads their state in a resumed run.
+    # Model; fit creates the optimizer, and loads the state of both if the run is resumed.
     torch.manual_seed(args.seed)
     model = LitConvNet(args)
-    # lightning: for fp64. fit would first load the checkpoint, and so round it to fp32
+    # lightning: fit would convert the weights to fp64 after it has loaded and rounded a checkpoint
     model = trainer.precision_plugin.convert_module(model)
     progress = resume(args, trainer, model.model)
     model.progress = progress
@@ -280,8 +296,9 @@ def main(args):
     # Train.
     name = type(model.model).__name__
     plumbing.print_header(args, f"{name} on {args.data_name}", device, progress)
-    ckpt_path = args.output_dir / "checkpoint.pt" if progress["history"] else None
-    trainer.fit(model, train_loader, test_loader, ckpt_path=ckpt_path)  # lightning: what is left
+    # lightning: with "last" each process would look for itself, and some might not see the file
+    path = args.output_dir / "checkpoint.pt" if progress["history"] else None
+    trainer.fit(model, train_loader, test_loader, ckpt_path=path)
 
     # Finish.
     path = args.output_dir / "model.pt"
