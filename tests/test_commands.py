@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from harness import readme
-from harness.launchers import HOROVOD, LAUNCHERS, ROOT, copy_example
+from harness.launchers import HOROVOD, LAUNCHERS, MINIMAL, ROOT, copy_example
 
 NEEDS = re.compile(r"# needs (the internet|a cluster|a GPU)\b")
 LAB, HOROVOD_JOBS = "repo/test_lab.py::", "slurm/test_horovod_cpu_jobs.py::"
 PREFLIGHT, MODEL = "repo/test_preflight.py::test_", "repo/test_step_model.py::test_"
 LARGE = "test_large_data.py::test_"
-PINS = "repo/test_pins.py::test_command"
+PINS, MINIMAL_PY = "repo/test_pins.py::test_command", "test_minimal.py::test_same_bits_as_train"
 NOTEBOOKS, ADDING = "slurm/test_jupyter.py::", "repo/test_adding_an_example.py::test_added"
 DEBUGGING = "slurm/test_debugging.py::test_"
 APT = "sudo apt-get install --no-install-recommends slurm-wlm munge iproute2 openmpi-bin libpmix-dev"
@@ -180,6 +180,10 @@ def run_by(file: str) -> dict[str, str]:
             table["LAUNCH=gloo sbatch run.slurm"] = "slurm/test_jobs.py::test_gloo_instead_of_mpi"
         if not any(command.startswith("sbatch") for command in table):
             table["sbatch run.slurm"] = "slurm/conftest.py::reference_job"
+        commands = [command for block in readme.blocks(ROOT / file) for command in block]
+        table |= {command: MINIMAL_PY for command in commands if command.endswith(" minimal.py")}
+        if Path(file).parent.name in MINIMAL:
+            table["sbatch minimal.slurm"] = "slurm/test_minimal_jobs.py::test_minimal_job"
     return table
 
 

@@ -528,9 +528,11 @@ def test_readme_and_requirements(example: str, source: Path) -> None:
     readme = (source / "README.md").read_text()
     titles = ["What it shows", "Run locally", "Run on SLURM", "Expected output", "Make it yours", "When it fails"]
     assert re.findall("^## (.+)$", readme, re.MULTILINE) == titles
+    assert (source / "minimal.py").exists() == ("`minimal.py` and `minimal.slurm`: the launch pattern" in readme)
+    first = readme.partition("\n## ")[0].splitlines()[2:]
+    assert len(first) == 3 and all(f"`{name}`" in " ".join(first) for name in ("train.py", "run.slurm", "plumbing/"))
     prose = re.sub(r"^```.*?^```", "", readme, flags=re.MULTILINE | re.DOTALL)
     assert "../" not in prose, "a link out of the folder, which is copied alone"
-    assert all(len(line) <= 120 or re.fullmatch(r"\S*https://\S+", line) for line in readme.splitlines())
     local = readme.partition("## Run locally")[2].partition("## ")[0]
     assert " ".join(LAUNCHERS[example].command(2)) in local.splitlines()
     for line in (source / "requirements.txt").read_text().splitlines():

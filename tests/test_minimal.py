@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import outputs, runs
+from harness import outputs, readme, runs
 from harness.launchers import LAUNCHERS, MINIMAL
 from harness.runs import Reference
 
@@ -23,7 +23,11 @@ def command(folder: Path) -> list[str]:
 @pytest.mark.only(*MINIMAL)
 @pytest.mark.runs("weekly", "accelerate", "deepspeed", "horovod_cpu")  # beside those with other launchers
 def test_same_bits_as_train(example: str, folder: Path, reference: Reference) -> None:
-    """Alone beside common/, started as it says, it prints the metrics of all processes and writes train.py's model."""
+    """Alone beside common/, started as it says, it prints the metrics of all processes and writes train.py's model.
+
+    The README has the same command.
+    """
+    assert any(shlex.join(command(folder)) in block for block in readme.blocks(folder / "README.md"))
     for path in folder.iterdir():
         if path.is_dir() and path.name != "common":
             shutil.rmtree(path)

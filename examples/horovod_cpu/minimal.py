@@ -25,40 +25,46 @@ def train_one_epoch(model, train_loader, optimizer):
     model.train()
     sums = torch.zeros(2, dtype=torch.float64)  # loss, samples
     for images, labels in train_loader:
-        loss = F.cross_entropy(model(images), labels)
+        logits = model(images)
+        loss = F.cross_entropy(logits, labels)
         loss.backward()  # horovod: starts to average the gradients over all processes
         sums[0] += loss.detach() * len(labels)
         sums[1] += len(labels)
         optimizer.step()  # horovod: first waits until all gradients are averaged
         optimizer.zero_grad()
     sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes, which all call this
-    return (sums[0] / sums[1]).item()
+    loss_sum, samples = sums.tolist()
+    return loss_sum / samples
 
 
 @torch.no_grad()
 def evaluate(model, test_loader):
-    """Return the accuracy, from 0 to 1, over the samples of all processes."""
+    """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64)  # correct, samples
+    sums = torch.zeros(3, dtype=torch.float64)  # loss, correct, samples
     for images, labels in test_loader:
         logits = model(images)
-        sums[0] += (logits.argmax(1) == labels).sum()
-        sums[1] += len(labels)
+        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        sums[1] += (logits.argmax(1) == labels).sum()
+        sums[2] += len(labels)
     sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes, which all call this
-    return (sums[0] / sums[1]).item()
+    loss_sum, correct, samples = sums.tolist()
+    return loss_sum / samples, correct / samples
 
 
 def main():
     """Train as one of the processes that horovodrun or srun has started."""
     hvd.init()  # horovod: waits for all processes and connects them
-    rank, world_size = hvd.rank(), hvd.size()  # horovod: of the whole job
+    rank = hvd.rank()  # horovod: this process's number among all
+    world_size = hvd.size()  # horovod: processes on all nodes
     cores = len(os.sched_getaffinity(0)) // hvd.local_size()  # the processes of a node share these
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, cores))))
+    # More threads than cores are slower.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores))
 
     # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
     # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
     train_set, test_set = data.load("digits")
-    # horovod: shuffled parts of equal length: who had more steps would wait forever
+    # horovod: shuffled parts of equal length: who had more steps would wait for the others forever
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
     batches = BatchSampler(sampler, BATCH_SIZE, drop_last=True)
     train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
@@ -76,10 +82,10 @@ def main():
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # horovod: shuffles anew; each process takes its part of one order
         train_loss = train_one_epoch(model, train_loader, optimizer)
-        accuracy = evaluate(model, test_loader)
+        test_loss, accuracy = evaluate(model, test_loader)
         if rank == 0:
-            line = f"epoch {epoch + 1}: train loss {train_loss:.4f}, test acc {accuracy:.2%}"
-            print(line, flush=True)
+            losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"
+            print(f"epoch {epoch + 1}: {losses}, test acc {accuracy:.2%}", flush=True)
     if rank == 0:  # horovod: all processes have the same weights; one writes them
         torch.save(model.state_dict(), "model.pt")
 

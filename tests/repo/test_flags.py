@@ -14,6 +14,7 @@ import pytest
 from harness import readme
 from harness.launchers import EXAMPLES, ROOT
 
+PARSER = re.compile(r"ArgumentParser\(|plumbing\.arguments\(")  # a file that has it is a program with flags
 FLAG = re.compile(r"(?<![\w-])(?<!\bno `)--[a-z][a-z0-9_-]*")
 # Prints the `--help` of programs, one after the other, without the packages that they import: to load those would take
 # a minute, and no environment has all of them. In the place of each there is something that can be called and combined.
@@ -95,7 +96,7 @@ def flags() -> dict[str, dict[str, set[str]]]:
     for example in EXAMPLES:
         folder = ROOT / "examples" / example
         files = [*sorted(folder.glob("*.py")), *sorted(folder.glob("more/*.py"))]
-        programs = [str(path.relative_to(folder)) for path in files if "ArgumentParser" in path.read_text()]
+        programs = [str(path.relative_to(folder)) for path in files if PARSER.search(path.read_text())]
         words = [sys.executable, "-S", "-c", PRINT_HELP, *programs]
         done = subprocess.run(words, cwd=folder, env={"COLUMNS": "200"}, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr

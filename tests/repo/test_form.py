@@ -58,7 +58,8 @@ def test_two_files_to_read(name: str) -> None:
     for file, most in LINES.items():
         assert len(text_of(name, file).splitlines()) <= most, file
     for file in ("train.py", *LINES):
-        assert all(len(line) <= 120 for line in text_of(name, file).splitlines()), file
+        wide = [line for line in text_of(name, file).splitlines() if len(line) > 100]
+        assert not [line for line in wide if not re.match(r"\||\S*https://\S+$", line)], file
 
 
 def test_two_files_to_read_can_fail() -> None:
