@@ -21,7 +21,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed import fsdp
 from torch.distributed.checkpoint import state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -50,12 +49,9 @@ def parse_args():
     add("--width", type=int, default=128, help="numbers by which the model represents a token")
     add("--layers", type=int, default=2, help="blocks of the model")
     add("--heads", type=int, default=4, help="heads of each block's attention")
-    group = "processes that share each layer; --batch-size and --scale-lr count them as one"
-    add("--tensor-parallel", type=int, default=1, help=group)
+    add("--tensor-parallel", type=int, default=1, help="processes that share each layer's work")
     add("--gradient-checkpointing", action="store_true", help="less memory, a third more computing")
-    add(
-        "--cpu-offload", action="store_true", help="keep weights and optimizer in CPU memory (GPUs)"
-    )
+    add("--cpu-offload", action="store_true", help="weights and optimizer in CPU memory (GPUs)")
     add("--gradient-accumulation-steps", type=int, default=1, help="batches per optimizer step")
     add("--max-grad-norm", type=float, help="clip the norm of the gradients to this value")
     add("--compile", action="store_true", help="see docs/compile.md of the repository")
@@ -69,13 +65,13 @@ def parse_args():
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
     sharded_model.check_sizes(parser, args)
-    args.groups = args.world_size // args.tensor_parallel  # tensor: so many processes are a group
+    args.groups = args.world_size // args.tensor_parallel  # tensor: a group counts as one process
     plumbing.share_batch(args)
     return args
 
 
 def setup(args):
-    """Join the process group; return this process's device, and the mesh of all processes."""
+    """Join the process group; return this process's device, and the mesh, a table of all ranks."""
     local_rank = int(os.environ["LOCAL_RANK"])  # torchrun: this process's number on its node
     cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) or len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // args.processes))  # more threads than cores are slower
@@ -88,11 +84,10 @@ def setup(args):
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # torchrun: has set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, by which all processes meet
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
-    # The mesh is a table of ranks.
     # fsdp: the processes of a column get different samples, and share out the weights
     # tensor: those of a row, neighbours on one node, get the same samples, and share out each layer
     sizes = (args.groups, args.tensor_parallel)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("data", "tensor"))
+    mesh = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("data", "tensor"))
     for group in mesh.get_all_groups():
         plumbing.set_timeout(args, group)
     return device, mesh

@@ -233,7 +233,6 @@ def save_model(args, model, tokenizer):
     if args.full:
         model_files.write_folder(args.output_dir / "model", model, tokenizer)
     else:
-        # lora: peft leaves out the model's own weights
         model_files.write_folder(args.output_dir / "adapter", model)
     if args.merge:
         merged = model.merge_and_unload()  # lora: W + (alpha / rank) B A takes the place of W

@@ -94,11 +94,6 @@ def setup(args):
     return device
 
 
-def autocast(args, device):
-    """Return the context in which models compute in the 16 bits of --precision, if it has them."""
-    return torch.autocast(device.type, AUTOCAST.get(args.precision), args.precision in AUTOCAST)
-
-
 def train_one_epoch(args, ddp_model, train_loader, parts, device, progress):
     """Train to the end of an epoch; return the mean loss, the samples of all, and seconds."""
     ddp_model.train()
@@ -154,6 +149,11 @@ def train_one_epoch(args, ddp_model, train_loader, parts, device, progress):
     dist.all_reduce(sums)  # ddp: sum over all processes, which all have to call this
     loss_sum, samples = sums.tolist()
     return loss_sum / samples, samples, time.perf_counter() - start
+
+
+def autocast(args, device):
+    """Return the context in which models compute in the 16 bits of --precision, if it has them."""
+    return torch.autocast(device.type, AUTOCAST.get(args.precision), args.precision in AUTOCAST)
 
 
 def learning_rate(args, step):
