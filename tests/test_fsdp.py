@@ -413,7 +413,7 @@ for kind in (models.Block, Seen, Buffer, Bool, Gamma, Statistics, Unused, Averag
         set_buffers(model)
     args.parameters = sum(weight.numel() for weight in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=True)
-    train.initialise(model, 0)
+    train.initialise(args, model)
     try:
         sharded_model.print_mesh(args, model, {"step": 0})
     except SystemExit:

@@ -250,7 +250,7 @@ NOTE = """    import hashlib
 @pytest.mark.parametrize("averaged", [True, False])
 def test_statistics(example: str, folder: Path, averaged: bool) -> None:
     """All processes evaluate with the same statistics of BatchNorm; without averaging them, they do not."""
-    edits.edit(folder / "train.py", "    model.eval()\n    sums", f"    model.eval()\n{NOTE}    sums")
+    edits.edit(folder / "train.py", "    model.eval()\n", f"    model.eval()\n{NOTE}")
     if not averaged:
         path = folder / "train.py"
         path.write_text(

@@ -185,7 +185,7 @@ def predict(model, images, settings, device):
     images = images.to(device, non_blocking=True, memory_format=torch.channels_last)
     dtype = train.AUTOCAST.get(precision)
     with torch.autocast(device.type, dtype, enabled=dtype is not None):
-        logits = model(image_files.normalise(images, train.DTYPES[precision]))
+        logits = model(image_files.normalise(images, train.WEIGHT_DTYPES[precision]))
     probabilities, numbers = logits.double().softmax(1).max(1)
     return zip(numbers.tolist(), probabilities.tolist(), strict=True)
 

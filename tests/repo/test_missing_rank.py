@@ -63,7 +63,7 @@ def shipped(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> ModuleType:
         "sys": modules,
         "time": clock,
         "say": said.append,
-        "place": lambda: "train.py:80, train_one_epoch: voting.wait()",
+        "place": lambda: "train.py:80, train_one_epoch: pending.wait()",
         "collective": lambda: "gloo:all_reduce number 7",
     }.items():
         monkeypatch.setattr(hangs, name, value)

@@ -71,12 +71,12 @@ def in_loader(folder: Path) -> None:
 
 def out_of_loop(folder: Path) -> None:
     """Have rank 1 leave its loop early, and wait for the others elsewhere."""
-    line = '        if vote:\n            progress["seconds"]'
+    line = '        if action >= 1:\n            progress["seconds"]'
     leave = (
         '        if dist.get_rank() == 1 and progress["step"] == 20:\n            print("planted")\n            break\n'
     )
     edits.edit(folder / "train.py", line, leave + line)
-    line = "    dist.all_reduce(sums)  # ddp: sum over all processes\n    loss_sum, samples"
+    line = "    sums = sums.clone()\n"
     edits.edit(folder / "train.py", line, f"    dist.barrier()\n{line}")
 
 
