@@ -1,4 +1,3 @@
-# own: batches are arrays of NumPy, with the channel last
 """Your data instead of the digits: "Make it yours" in README.md says what else to change.
 
 As it stands, it reads DATA_DIR/train.npz and test.npz, with `images` (N, 28, 28), uint8, and

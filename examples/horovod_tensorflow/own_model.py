@@ -1,4 +1,3 @@
-# own: a model of Keras, with the channel last
 """Your model instead of the ConvNet: "Make it yours" in README.md says what else to change."""
 
 from keras import Input, Sequential, layers

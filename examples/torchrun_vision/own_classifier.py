@@ -1,4 +1,3 @@
-# own: for images of three channels, and any number of classes
 """Your model instead of torchvision's: "Make it yours" in README.md says what else to change."""
 
 from torch import nn

@@ -96,6 +96,51 @@ def test_minimal(name: str) -> None:
     assert "main" in functions(text)
 
 
+def code_of(text: str) -> list[str]:
+    """Return a program's statements, a line each, without docstrings, comments, and `args` of flags."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            node.body = node.body[1:] or [ast.Pass()]
+    lines = ast.unparse(tree).splitlines()
+    return [re.sub(r"args(\.|, |(?=\)))", "", line.strip()).lower() for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize("name", MINIMAL)
+def test_diff_of_minimal(name: str) -> None:
+    """At least 60 % of minimal.py's lines of code stand in train.py: their `diff` shows what a long job needs."""
+    own, lines = code_of(text_of(name, "minimal.py")), code_of(text_of(name))
+    assert sum(line in lines for line in own) >= 0.6 * len(own)
+
+
+# What a folder has, of a launch pattern at most. deepspeed has two settings; Horovod's install.sh and more/ are two more.
+MOST = {"deepspeed": 13, "horovod_cpu": 13}
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if LAUNCHERS[name].pattern])
+def test_entries(name: str, tmp_path: Path) -> None:
+    """`ls` of a copied launch pattern shows few files, of which the README names the first to read."""
+    folder = copy_example(ROOT / "examples" / name, tmp_path / name)
+    entries = sorted(path.name for path in folder.iterdir())
+    assert len(entries) <= MOST.get(name, 12), entries
+
+
+def test_widths() -> None:
+    """No program that people copy has a line of more than 100 columns; install.sh is as it was measured."""
+    found = []
+    for room in ("examples", *copies.FOLDERS):
+        for path in (ROOT / room).rglob("*"):
+            if path.suffix in (".py", ".sh", ".slurm") and path.name != "install.sh" and not made(path):
+                lines = path.read_text().splitlines()
+                found += [f"{path.relative_to(ROOT)}:{i}" for i, line in enumerate(lines, 1) if len(line) > 100]
+    assert not found
+
+
+def made(path: Path) -> bool:
+    """Return whether a file is in a folder that runs or tools have made."""
+    return bool({".venv", "output", "data", "images", "model", "__pycache__"} & set(path.relative_to(ROOT).parts))
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_header_of_run_slurm(name: str) -> None:
     """run.slurm has no line that sbatch would ignore, and marks what everybody has to look at."""
