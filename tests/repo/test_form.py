@@ -113,7 +113,7 @@ def test_diff_of_minimal(name: str) -> None:
     assert sum(line in lines for line in own) >= 0.6 * len(own)
 
 
-# What a folder has, of a launch pattern at most. deepspeed has two settings; Horovod's install.sh and more/ are two more.
+# The most entries of a launch pattern's folder. deepspeed has two settings, horovod_cpu install.sh and more/.
 MOST = {"deepspeed": 13, "horovod_cpu": 13}
 
 
