@@ -4,7 +4,6 @@ Locally:   horovodrun --gloo -np 2 python more/train_lm.py --text-file book.txt
 On SLURM:  SCRIPT=more/train_lm.py sbatch run.slurm --epochs 10
 """
 
-import argparse
 import math
 import sys
 import time
@@ -21,37 +20,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import plumbing
 from common import data
 from common.models import TinyGPT
-from train import distribute, learning_rate, resume, save_checkpoint, setup
+from train import distribute, resume, save_checkpoint, setup
 
 SYMBOLS = 32  # of the synthetic text
 
 
 def parse_args():
-    defaults = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=defaults)
+    parser = plumbing.arguments(__doc__, ["fp32"])  # --epochs and what else all examples have
+    parser.set_defaults(epochs=3, batch_size=16, lr=2e-3, output_dir=Path("output", "lm"))
     add = parser.add_argument
     add("--text-file", help="any UTF-8 text in --data-dir; without it: synthetic text")
     add("--data-dir", default=".", help="folder with the text file")
     add("--context", type=int, default=128, help="tokens per sample")
-    add("--epochs", type=int, default=3, help="total number, including those before a resume")
-    add("--batch-size", type=int, default=16, help="samples per batch of each process")
-    words = "samples of a step, in parts up to --batch-size"
-    add("--global-batch", type=int, metavar="N", help=words)
-    add("--lr", type=float, default=2e-3, help="learning rate")
-    words = "multiply --lr by the number of processes"
-    add("--scale-lr", choices=("linear", "sqrt"), help=words)
-    words = "steps in which the learning rate rises"
-    add("--warmup-steps", type=int, default=0, help=words)
     names = ("--gradient-accumulation-steps", "--batches-per-allreduce")  # the second is Horovod's
     add(*names, type=int, default=1, help="batches per optimizer step")
     add("--fp16-allreduce", action="store_true", help="send gradients as 16-bit numbers")
-    add("--seed", type=int, default=0, help="seed for initial weights and shuffling")
-    words = "seconds that a step, or the start, may take"
-    add("--timeout", type=int, default=300, help=words)
-    words = "folder for everything the run writes"
-    add("--output-dir", type=Path, default="output/lm", help=words)
-    words = "continue from the checkpoint, if there is one"
-    add("--resume", action="store_true", help=words)
     args = parser.parse_args()
     plumbing.check_args(parser, args)
     return args
@@ -94,7 +77,7 @@ def train_one_epoch(args, model, train_loader, optimizer, progress):
         if not completes_step:
             continue
         for param_group in optimizer.param_groups:
-            param_group["lr"] = learning_rate(args, progress["step"])
+            param_group["lr"] = plumbing.learning_rate(args, progress["step"])
         optimizer.step()  # horovod: first waits until all gradients are averaged
         optimizer.zero_grad()
         progress["step"] += 1
