@@ -938,7 +938,7 @@ def test_predict_refuses(
     refused(args, "there is no damaged/run.json")
     monkeypatch.setattr(predict.train.classifiers, "make", make)
     args = finished_run(Path("own"), own, classes=["cat", "dog"])
-    refused(args, "own/model.pt is of another model than train.py makes now", "head.weight (2, 64)", "own_model.py")
+    refused(args, "own/model.pt is of another model than train.py makes now", "head.weight (2, 64)", "own_classifier.py")
     assert_one_line(image_files, lambda: image_files.find_images(Path("none")), "there is no folder none")
 
 
@@ -970,7 +970,7 @@ def test_mask_on_two_processes(example: str, folder: Path) -> None:
     """
     for text in readme.fences(folder / "README.md", "diff"):
         edits.apply_diff(folder / "train.py", text)
-    (folder / "own_model.py").write_text(MASK)
+    (folder / "own_classifier.py").write_text(MASK)
     words = "--epochs 2 --precision fp64 --output-dir"
     for processes, batch_size in ((2, 8), (1, 16)):
         runs.train(example, folder, processes, *words.split(), f"output/{processes}", "--batch-size", batch_size)

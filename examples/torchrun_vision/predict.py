@@ -113,7 +113,7 @@ def check_weights(path, own, weights, classes):
     if different:
         wrong = f"{path} is of another model than train.py makes now ({different})"
         make = "have train.py make the model that the run was trained with"
-        raise image_files.DataError(f"{wrong}: {make}, in make_parts and own_model.py")
+        raise image_files.DataError(f"{wrong}: {make}, in make_parts and own_classifier.py")
     shapes = classifiers.different_shapes(own, weights)
     if shapes:
         wrong = f"{classes}, the model has {len(weights[shapes[-1]])}"
