@@ -938,7 +938,9 @@ def test_predict_refuses(
     refused(args, "there is no damaged/run.json")
     monkeypatch.setattr(predict.train.classifiers, "make", make)
     args = finished_run(Path("own"), own, classes=["cat", "dog"])
-    refused(args, "own/model.pt is of another model than train.py makes now", "head.weight (2, 64)", "own_classifier.py")
+    refused(
+        args, "own/model.pt is of another model than train.py makes now", "head.weight (2, 64)", "own_classifier.py"
+    )
     assert_one_line(image_files, lambda: image_files.find_images(Path("none")), "there is no folder none")
 
 

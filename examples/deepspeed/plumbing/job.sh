@@ -68,16 +68,16 @@ for name in ('$1', 'torch', 'numpy'):
 # Become the command $@, in the image if there is one.
 in_image() (
     [[ "$IMAGE" ]] || exec "$@"
-    options=(--quiet exec --pwd "$(realpath .)")
-    [[ "${SLURM_GPUS_ON_NODE:-0}" -eq 0 ]] || options+=(--nv)  # --rocm for GPUs of AMD
+    flags=(--quiet exec --pwd "$(realpath .)")
+    [[ "${SLURM_GPUS_ON_NODE:-0}" -eq 0 ]] || flags+=(--nv)  # --rocm for GPUs of AMD
     # What the image sees: this folder, data, the file of a stop, and the paths among the arguments.
     for path in . data ${STOP_FILE:+"${STOP_FILE%/*}"} "${@#*=}"; do
         [[ -e "$path" ]] || continue
         real="$(realpath "$path")"
-        options+=(--bind "$real" --bind "$real:$(realpath -s "$path")")
+        flags+=(--bind "$real" --bind "$real:$(realpath -s "$path")")
     done
     program="$(type -P apptainer || type -P singularity || echo apptainer)"
-    exec "$program" "${options[@]}" "$IMAGE" "$@"
+    exec "$program" "${flags[@]}" "$IMAGE" "$@"
 )
 
 # For torchrun, which starts the processes of its node: refuse other numbers of tasks. Where the
@@ -148,8 +148,9 @@ log_usage() {
     start="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
     (
         trap "" USR1 USR2 TERM
-        # Lines with another beginning are errors. If nothing can be read, this ends at once.
-        while said="$(ask_devices | grep '^[0-9cd]')"; [[ "${first:=$said}" ]]; do
+        something=""             # has been said once; otherwise this ends at once
+        # Lines with another beginning are errors.
+        while said="$(ask_devices | grep '^[0-9cd]')"; [[ "${something:=$said}" ]]; do
             printf '\n%s %s\n%s\n' "$(date +%s.%2N)" "$start" "$said" >>"$file"
             sleep "$LOG_EVERY"
         done
@@ -259,4 +260,5 @@ requeue_near_time_limit() {
 
 source "$plumbing/requeue.sh"    # claim_folder, keep_program, near_end, requeue, saved
 source "$plumbing/gloo.sh"       # choose_launcher, join_others, for Horovod
+# shellcheck source=plumbing/staging.sh
 source "$plumbing/staging.sh"    # stage_data

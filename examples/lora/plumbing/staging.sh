@@ -1,6 +1,6 @@
 # STAGE=1 sbatch run.slurm, where an example calls stage_data: each node reads the data from its own
 # disk. Needs SLURM 21.08 or newer. job.sh sources this file.
-# shellcheck disable=SC2154
+# shellcheck disable=SC2034,SC2154
 
 # Where STAGE=1, have each node copy DATA_DIR to its TMPDIR, or /tmp, and set data_dir to the flag.
 stage_data() {
