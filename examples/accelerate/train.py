@@ -42,7 +42,7 @@ def parse_args():
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # accelerate: processes on all nodes
     args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # accelerate: on this node
     plumbing.check_args(parser, args)
-    plumbing.share_batch(args)
+    plumbing.share_batch(args)  # --global-batch, if given, sets --batch-size
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         command = "accelerate launch --config_file accelerate.yaml --num_processes 2 train.py"
         parser.error(f"start it so: {command}")

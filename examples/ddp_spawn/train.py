@@ -37,7 +37,7 @@ def parse_args():
     args = parser.parse_args()
     args.world_size = args.processes  # all are on this node
     plumbing.check_args(parser, args)
-    plumbing.share_batch(args)
+    plumbing.share_batch(args)  # --global-batch, if given, sets --batch-size
     return args
 
 

@@ -25,7 +25,7 @@ EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: of each process
 CONFIG = {
     "train_micro_batch_size_per_gpu": BATCH_SIZE,  # of each process, also on CPUs
     # deepspeed: of N processes each keeps 1/N of AdamW's state (stage 1), of the gradients as well
-    # (2), of the weights as well (3; then saving takes more: see train.py).
+    # (2), of the weights as well (3; evaluation and saving then need more: see train.py).
     "zero_optimization": {"stage": 2},
     "gradient_clipping": 0.0,  # off; by default DeepSpeed clips to a norm of 1
     "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},  # that of PyTorch

@@ -66,7 +66,7 @@ def parse_args():
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
     sharded_model.check_sizes(parser, args)
     args.groups = args.world_size // args.tensor_parallel  # tensor: a group counts as one process
-    plumbing.share_batch(args)
+    plumbing.share_batch(args)  # --global-batch, if given, sets --batch-size
     return args
 
 

@@ -41,7 +41,7 @@ def setup(args):
     hvd.init()  # horovod: waits for all processes and connects them
     args.world_size = hvd.size()
     plumbing.check_connected(args)
-    plumbing.share_batch(args)
+    plumbing.share_batch(args)  # --global-batch, if given, sets --batch-size
     cores = len(os.sched_getaffinity(0)) // hvd.local_size()  # the processes of a node share these
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) == args.world_size:
         cores = int(os.environ.get("SLURM_CPUS_PER_TASK", cores))  # srun has given each its own

@@ -46,7 +46,7 @@ def parse_args():
     args.processes = args.devices
     args.world_size = args.devices * args.nodes
     plumbing.check_args(parser, args)
-    plumbing.share_batch(args)
+    plumbing.share_batch(args)  # --global-batch, if given, sets --batch-size
     launching.check_tasks(parser, args)
     return args
 

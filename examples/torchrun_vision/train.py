@@ -65,7 +65,7 @@ def parse_args():
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: processes on all nodes
     args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun: on this node
     plumbing.check_args(parser, args)
-    plumbing.share_batch(args)
+    plumbing.share_batch(args)  # --global-batch, if given, sets --batch-size
     logs.check_args(parser, args)
     classifiers.check_args(parser, args)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
