@@ -1,7 +1,7 @@
 """Say what a run has used, by node and by device: `python usage.py output/1234`, on a login node.
 
 It reads run.json, in which each process has written at its end what it has used, and usage-NODE.txt, to which log_usage
-of plumbing.sh appends what nvidia-smi, rocm-smi and the kernel print. It needs nothing but Python.
+of job.sh appends what nvidia-smi, rocm-smi and the kernel print. It needs nothing but Python.
 """
 
 import re

@@ -4,6 +4,7 @@ What each example's parser refuses stands in harness/refusals.py: test_bad_input
 """
 
 import argparse
+import importlib
 import json
 import re
 import runpy
@@ -189,6 +190,22 @@ def test_batch_of_one(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
         layers(kind)()
     with pytest.raises(RefusedError, match=r"BatchNorm needs batches of 2 or more .*: use a larger --batch-size"):
         sys.excepthook(ValueError, raised.value, raised.value.__traceback__)
+
+
+def test_input_that_a_model_does_not_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line that makes the input is named, also where the model's code is PyTorch's own; otherwise the model's."""
+    import torch
+    from torch import nn
+
+    with pytest.raises(RefusedError, match=r"fix_summation_order, \(1, 1, 28, 28\), .*test_numbers.py, line \d+: Run"):
+        plumbing.fix_summation_order(nn.Sequential(nn.Linear(4, 2)), torch.zeros(1, 1, 28, 28))
+    linked = tmp_path / "linked"
+    linked.symlink_to(ROOT)
+    monkeypatch.syspath_prepend(str(linked))
+    monkeypatch.delitem(sys.modules, "common.models", raising=False)
+    model = importlib.import_module("common.models").ConvNet()
+    with pytest.raises(RefusedError, match=r"common/models.py, line \d+: RuntimeError"):
+        plumbing.fix_summation_order(model, torch.zeros(1, 3, 28, 28))
 
 
 def test_other_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -314,6 +314,22 @@ def test_hands_over(tmp_path: Path) -> None:
     assert run_script(tmp_path, JOB, FIRST | {"SLURM_RESTART_COUNT": "1"}).returncode == 3
 
 
+def test_same_folders_in_the_tasks(tmp_path: Path) -> None:
+    """An OUTPUT_DIR that stands in run.slurm, unexported, is that of the tasks, too, which read the functions again."""
+    touch(tmp_path, "train.py")
+    task = """bash -c 'source "$code/plumbing/job.sh"; echo "task: $output $code"'"""
+    run = shell(tmp_path, f"OUTPUT_DIR=own/place\n{JOB}\n{task}\n", **FIRST)
+    assert run.returncode == 0 and run.stdout.endswith("task: own/place own/place/code-7\n"), run.stdout + run.stderr
+
+
+def test_functions_that_cannot_be_read(tmp_path: Path) -> None:
+    """A plumbing/ without one of its files ends the job where run.slurm reads it."""
+    shutil.copytree(ROOT / "plumbing", tmp_path / "plumbing")
+    (tmp_path / "plumbing" / "gloo.sh").unlink()
+    run = run_script(tmp_path, "source plumbing/job.sh || { echo ended; exit 2; }", FIRST)
+    assert (run.returncode, run.stdout) == (2, "ended\n") and "gloo.sh" in run.stderr
+
+
 # ---- What the shell holds ----
 
 INTERFACES = {

@@ -5,6 +5,7 @@ set -eo pipefail
 job="$SLURM_JOB_ID"
 # In an array the job is this task alone, not the whole array.
 [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+export OUTPUT_DIR KEPT_CODE      # the tasks, which read this file again, have to find the same
 export output="${OUTPUT_DIR:-output/$job}"  # OUTPUT_DIR=output/1234 sbatch run.slurm goes on there
 export code="${KEPT_CODE:-$output/code-$job}"
 plumbing="${BASH_SOURCE[0]%/*}"  # the folder of this file
@@ -81,10 +82,8 @@ in_image() (
 )
 
 # For torchrun, which starts the processes of its node: refuse other numbers of tasks. Where the
-# header has none, srun starts so many. When torchrun restarts its processes, they meet at a new
-# port, and the old ones get 5 s to end.
+# header has none, srun starts so many.
 one_task_per_node() {
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5
     export SLURM_NTASKS="${SLURM_NTASKS:-$SLURM_JOB_NUM_NODES}"
     [[ "$SLURM_NTASKS" -eq "$SLURM_JOB_NUM_NODES" ]] ||
         fail "$SLURM_NTASKS tasks on $SLURM_JOB_NUM_NODES nodes: set #SBATCH --ntasks-per-node=1"
@@ -224,7 +223,9 @@ run() {
 }
 
 # Run $@ in a task. SLURM's signals reach the task alone: it makes a file, for which train.py looks.
+# When torchrun restarts its processes, they meet at a new port, and the old ones get 5 s to end.
 until_asked_to_stop() {
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5
     folder="$(mktemp -d 2>/dev/null)" || folder="$(mktemp -d -p /tmp)"  # TMPDIR may not exist here
     export STOP_FILE="$folder/stop" PET_SIGNALS_TO_HANDLE=SIGINT
     trap 'touch "$STOP_FILE"; signalled=yes' USR1 TERM
@@ -258,7 +259,10 @@ requeue_near_time_limit() {
     requeue || true
 }
 
-source "$plumbing/requeue.sh"    # claim_folder, keep_program, near_end, requeue, saved
-source "$plumbing/gloo.sh"       # choose_launcher, join_others, for Horovod
+# The caller hears of a file that cannot be read.
+# shellcheck source=plumbing/requeue.sh
+source "$plumbing/requeue.sh" || return  # claim_folder, keep_program, near_end, requeue, saved
+# shellcheck source=plumbing/gloo.sh
+source "$plumbing/gloo.sh" || return  # choose_launcher, join_others, for Horovod
 # shellcheck source=plumbing/staging.sh
 source "$plumbing/staging.sh"    # stage_data

@@ -5,10 +5,8 @@ import re
 import traceback
 from pathlib import Path
 
-from . import checks
+from . import checks, hangs
 from .launchers import fail
-
-FOLDER = Path(__file__).resolve().parents[1]  # of train.py
 
 
 def fix_summation_order(ddp_model, zeros):
@@ -27,10 +25,8 @@ def fix_summation_order(ddp_model, zeros):
         other = isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError))
         if other or re.search("CUDA|gloo", message):
             raise  # the shape of the input is not the reason
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if Path(frame.filename).parent == FOLDER][-1]
-        where = f"{Path(own.filename).name}, line {own.lineno}"
-        where += f": {type(error).__name__}: {message:.200}"
+        frames = [*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)]
+        where = f"{last_own_line(frames)}: {type(error).__name__}: {message:.200}"
         is_tensor = isinstance(zeros, torch.Tensor)
         given = f"{tuple(zeros.shape)}, {zeros.dtype}" if is_tensor else type(zeros).__name__
         wrong = f"the model does not take what train.py gives fix_summation_order, {given}"
@@ -42,6 +38,16 @@ def fix_summation_order(ddp_model, zeros):
     output.sum().backward()
     ddp_model.zero_grad()
     ddp_model.train()
+
+
+def last_own_line(frames):
+    """Return the last file and line of a stack that is of the example, and not of plumbing."""
+    places = []
+    for frame in frames:
+        path = Path(frame.filename).resolve()
+        if hangs.is_own(path) and not path.is_relative_to(hangs.PLUMBING):
+            places.append(f"{path.relative_to(hangs.FOLDER)}, line {frame.lineno}")
+    return places[-1] if places else "no line of this folder"
 
 
 def compile_in_place(args, model):

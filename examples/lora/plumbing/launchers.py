@@ -69,9 +69,10 @@ def end(status):
     """End this process at once, and remove its empty folders in the temporary folder."""
     if hvd := horovod():
         hvd.shutdown()  # otherwise the others would report that they have lost this one
+    if multiprocessing.parent_process() is None:
+        with contextlib.suppress(OSError):  # there are sockets of the workers of a DataLoader
+            shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
     with contextlib.suppress(OSError):  # a report, or another process's folder, is in it
-        if multiprocessing.parent_process() is None:  # sockets of the workers of a DataLoader
-            shutil.rmtree(multiprocessing.util.get_temp_dir())
         # torchrun makes FOLDER/none_RUN/attempt_N/RANK/error.json: remove these four folders.
         for folder in list(Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents)[:4]:
             folder.rmdir()

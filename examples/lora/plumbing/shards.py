@@ -84,15 +84,16 @@ def begin(args, progress):
 def complete(args, progress, folder):
     """Write run.json, which names the shards: a resume takes these from now on. All call this."""
     rank = dist.get_rank()
+    files = {}
     with write_errors(folder):
-        files = {}
         for file in folder.iterdir():
             if file.name.startswith(f"__{rank}_") or f"_rank_{rank}_" in file.name:
                 files[file.name] = finished_file(file)
-        shared = gather(files)  # waits: all shards are written
-        if rank > 0:
-            return
-        files = {name: checksum for part in shared for name, checksum in part.items()}
+    shared = gather(files)  # waits: all shards are written
+    if rank > 0:
+        return
+    files = {name: checksum for part in shared for name, checksum in part.items()}
+    with write_errors(folder):
         for file in sorted(folder.iterdir()):
             if file.name not in files:  # of no process in particular
                 files[file.name] = finished_file(file)
