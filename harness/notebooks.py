@@ -77,4 +77,5 @@ def start(lab: Lab, folder: Path, *options: str, **variables: str) -> Job:
     """Submit a copy of jupyter/run.slurm."""
     if not folder.exists():
         shutil.copytree(FOLDER, folder)
+        shutil.copytree(ROOT / "plumbing", folder.parent / "plumbing", dirs_exist_ok=True)
     return submit(lab, "jupyter", folder, options=options, **variables)
