@@ -255,7 +255,7 @@ def test_damaged_run_json(example: str, folder: Path, reference: Reference) -> N
         "import argparse, json, pathlib\n"
         "from plumbing import checks, shards\n"
         "checks.look_at_model = lambda *_: None\n"
-        "args = argparse.Namespace(output_dir=pathlib.Path('output'), resume=True, epochs=5)\n"
+        "args = argparse.Namespace(output_dir=pathlib.Path('output'), resume=True, epochs=5, scale_lr=None)\n"
         "path = args.output_dir / 'checkpoint' / 'run.json'\n"
         "content = path.read_bytes()\n"
         "vars(args).update(json.loads(content)['settings'])\n"
