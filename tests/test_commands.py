@@ -128,7 +128,8 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         'pytest -m "repo and not weekly" tests/test_commands.py tests/repo/test_{repository,form,pictures}.py': ADDING,
         "uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate "
         '--no-emit-package setuptools --no-emit-package wheel --custom-compile-command "see CONTRIBUTING.md, Pins" '
-        "--output-file tests/constraints.txt examples/*/requirements.txt tests/requirements.txt": PINS,
+        "--output-file tests/constraints.txt examples/*/requirements.txt tests/requirements.txt "
+        "benchmarks/requirements-peers.txt": PINS,
     },
     "examples/deepspeed/README.md": {
         "deepspeed --num_gpus 2 --master_port 29501 train.py --deepspeed --deepspeed_config ds_config.json "

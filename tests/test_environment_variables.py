@@ -90,7 +90,7 @@ PRINT = """
 import contextlib, os
 from plumbing.processes import keep_printing
 keep_printing()
-for number in range(2000):
+for number in range(20000):
     print(number, "Übung", "\\udce4")
 with contextlib.suppress(OSError):
     os.write(2, b"the end\\n")
@@ -134,7 +134,7 @@ def test_lost_output(tmp_path: Path, case: str) -> None:
         run.stderr
     )
     if (tmp_path / "lines").exists():
-        assert len((tmp_path / "lines").read_bytes().splitlines()) == 2000
+        assert len((tmp_path / "lines").read_bytes().splitlines()) == 20000
 
 
 ODD = {"OMP_NUM_THREADS": "8,1", "SLURM_CPUS_PER_TASK": "", "HOME": "/nonexistent", "PYTHONOPTIMIZE": "1"}

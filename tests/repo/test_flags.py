@@ -3,6 +3,7 @@
 Commands in bash blocks are run by tests: see test_commands.py. Here are the flags in sentences, tables and examples.
 """
 
+import dataclasses
 import functools
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from harness import readme
 from harness.launchers import EXAMPLES, ROOT
+from lab import Wanted
 
 PARSER = re.compile(r"ArgumentParser\(|plumbing\.arguments\(")  # a file that has it is a program with flags
 FLAG = re.compile(r"(?<![\w-])(?<!\bno `)--[a-z][a-z0-9_-]*")
@@ -113,6 +115,8 @@ def others() -> dict[str, set[str]]:
     for path in [ROOT / "noxfile.py", *(path for room in OWN for path in (ROOT / room).rglob("*.py"))]:
         if path != Path(__file__):
             found.setdefault(path.stem, set()).update(re.findall(r"\"(--[a-z][\w-]*)[\"=]", path.read_text()))
+    names = [field.name.replace("_", "-") for field in dataclasses.fields(Wanted)]
+    found["config"] |= {f"--{name}" for name in names}  # of the lab, which makes its flags of these
     return found
 
 
@@ -171,6 +175,7 @@ def test_remedies_for_memory() -> None:
         named = set(re.findall(r"`(--[a-z_-]+)", part))
         for example in re.findall(r"\]\(\.\./examples/(\w+)", part):
             text = (ROOT / "examples" / example / "train.py").read_text()
+            text += (ROOT / "plumbing" / "settings.py").read_text()
             assert [flag for flag in named if f'"{flag}"' not in text] == [], (example, part)
             checked += len(named)
     assert checked > 10

@@ -121,6 +121,7 @@ def test_words_are_flags(tmp_path: Path) -> None:
     """Each flag of a figure is one of its train.py, or is among those that an older one lacks, and then is named."""
     for figure in gpu_figures.FIGURES:
         text = (ROOT / "examples" / figure.example / "train.py").read_text()
+        text += (ROOT / "plumbing" / "settings.py").read_text()
         words = re.findall(r"--[\w-]+", f"{gpu_figures.GROUP_WORDS[figure.group]} {figure.words}")
         lacking = [word for word in words if f'"{word}"' not in text]
         assert set(lacking) <= set(gpu_figures.NEWER), (figure.name, lacking)

@@ -18,9 +18,9 @@ from harness import readme
 from harness.launchers import ROOT
 
 CONSTRAINTS = ROOT / "tests" / "constraints.txt"
-ALL = {path for room in ("*", "examples/*") for path in ROOT.glob(f"{room}/requirements*.txt")}
-# All but what `nox -s bench -- --peers` installs, which no check does.
-FILES = sorted(str(path.relative_to(ROOT)) for path in ALL if path.name != "requirements-peers.txt")
+FILES = sorted(
+    str(path.relative_to(ROOT)) for room in ("*", "examples/*") for path in ROOT.glob(f"{room}/requirements*.txt")
+)
 BUILD_TOOLS = {"setuptools", "wheel"}  # an install.sh has its own
 
 

@@ -310,12 +310,15 @@ def test_types_can_fail(tmp_path: Path, case: str) -> None:
 COLLECT = """
 import sys, pytest
 status = pytest.main(["--collect-only", "-qq", "--example=ddp_spawn", "tests"])
-print("status", int(status), *sorted({"torch", "numpy", "matplotlib", "nbformat", "PIL", "yaml"} & sys.modules.keys()))
+print("status", int(status), *sorted({"torch", "matplotlib", "nbformat", "PIL", "yaml"} & sys.modules.keys()))
 """
 
 
 def test_collected_without_heavy_packages() -> None:
-    """Each process of an example's tests reads all their files, which takes no PyTorch and no other large package."""
+    """Each process of an example's tests reads all their files, which takes no PyTorch and no other large package.
+
+    The plumbing takes NumPy, which is imported in a tenth of a second.
+    """
     words = [sys.executable, "-c", COLLECT]
     done = subprocess.run(words, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1] == "status 0", done.stdout + done.stderr
