@@ -24,11 +24,6 @@ def framework(folder: Path, name: str) -> str:
     return "tensorflow" if "\ntensorflow" in f"\n{packages}" else "torch"
 
 
-def uses_torch(folder: Path) -> bool:
-    """Return whether an example is one of PyTorch's."""
-    return framework(folder, "own_data.py") == "torch"
-
-
 def files(tree: Path) -> set[str]:
     """Return the files of a folder, relative to it, but for those that match LEFT_OUT."""
     found = [file.relative_to(tree) for file in tree.rglob("*") if file.is_file()]

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 
 import horovod.torch as hvd
 import lightning as L
@@ -260,8 +259,6 @@ def main(args):
     """Train as one of the processes that horovodrun or srun has started."""
     plumbing.prepare_process(args)
     plumbing.quiet_lightning()
-    # Lightning warns that the output folder is not empty. Only one run writes to it: see .lock.
-    warnings.filterwarnings("ignore", "Checkpoint directory")
     trainer = setup(args)
     device = trainer.strategy.root_device
     rank = trainer.global_rank

@@ -85,8 +85,6 @@ def prepare_process(args):
     # DDP warns about the strides of conv1's gradient. It is harmless: with one channel, both memory
     # layouts are equal.
     warnings.filterwarnings("ignore", "Grad strides")
-    # Lightning warns that the output folder is not empty; .lock keeps other runs out of it.
-    warnings.filterwarnings("ignore", "Checkpoint directory")
 
 
 def watch(launcher):

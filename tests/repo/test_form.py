@@ -17,7 +17,7 @@ import pytest
 
 import plumbing
 from harness import copies, edits, runs
-from harness.launchers import EXAMPLES, LAUNCHERS, MINIMAL, ROOT, copy_example
+from harness.launchers import EXAMPLES, LAUNCHERS, MADE, MINIMAL, ROOT, copy_example
 from harness.processes import clean_environment
 
 # The most lines of each file; of train.py, see `lines` in the table of the examples.
@@ -130,15 +130,11 @@ def test_widths() -> None:
     found = []
     for room in ("examples", *copies.FOLDERS):
         for path in (ROOT / room).rglob("*"):
-            if path.suffix in (".py", ".sh", ".slurm") and path.name != "install.sh" and not made(path):
+            name = path.relative_to(ROOT)
+            if path.suffix in (".py", ".sh", ".slurm") and name.name != "install.sh" and not {*MADE} & {*name.parts}:
                 lines = path.read_text().splitlines()
-                found += [f"{path.relative_to(ROOT)}:{i}" for i, line in enumerate(lines, 1) if len(line) > 100]
+                found += [f"{name}:{i}" for i, line in enumerate(lines, 1) if len(line) > 100]
     assert not found
-
-
-def made(path: Path) -> bool:
-    """Return whether a file is in a folder that runs or tools have made."""
-    return bool({".venv", "output", "data", "images", "model", "__pycache__"} & set(path.relative_to(ROOT).parts))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

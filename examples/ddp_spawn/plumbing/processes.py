@@ -161,7 +161,10 @@ def check_gpu(device):
 
 
 def quiet_lightning():
-    """Silence what Lightning says and what says nothing about this script."""
+    """Silence what Lightning says and what says nothing about this script.
+
+    It also warns that the output folder is not empty; .lock keeps other runs out of it.
+    """
     logging.disable(logging.INFO)
     ignored = "The (`srun` command|number of training)|`isinstance.tree|Seems like `optimizer.step"
-    warnings.filterwarnings("ignore", ignored)
+    warnings.filterwarnings("ignore", f"{ignored}|Checkpoint directory")
