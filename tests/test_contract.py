@@ -21,13 +21,14 @@ EPOCHS = 5  # of a run with the default settings
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Have each test that starts the example run once more with its second launcher, if it has one.
 
-    That takes minutes. So only test_default_run does so in `nox -s smoke`, the others in `nox -s weekly`.
+    That takes minutes. So only test_default_run does so in `nox -s checks`, the others in `nox -s weekly`.
     """
     if metafunc.function in (test_readme_and_requirements, test_bad_input):  # which use no launcher
         return
     rows = [pytest.param(None, id=pytest.HIDDEN_PARAM)]
     for example, row in SECOND_LAUNCHERS.items():
-        marks = [pytest.mark.only(example), *[pytest.mark.runs("weekly")] * (metafunc.function != test_default_run)]
+        when = "checks" if metafunc.function == test_default_run else "weekly"
+        marks = [pytest.mark.only(example), pytest.mark.runs(when)]
         rows.append(pytest.param(row, id="second launcher", marks=marks))
     metafunc.parametrize("launcher", rows, indirect=True)
 
@@ -56,6 +57,7 @@ def reference(
     return runs.references(session_folder / f"second-{example}", make)[0]
 
 
+@pytest.mark.runs("smoke")
 def test_default_run(example: str, reference: Reference) -> None:
     """The README's command learns; its printed lines, metrics.csv and the model agree with each other.
 
@@ -92,6 +94,7 @@ def test_default_run(example: str, reference: Reference) -> None:
 COMPARED = [name for name, row in LAUNCHERS.items() if row.convnet and row.pytorch and name != "ddp_spawn"]
 
 
+@pytest.mark.runs("smoke")
 @pytest.mark.only(*COMPARED)
 def test_same_bits_as_ddp_spawn(reference: Reference, ddp_spawn_output: Path, example: str) -> None:
     """The same seed and data, 2 processes, fp32: every way to average gradients ends with the bits of plain PyTorch.
@@ -171,6 +174,7 @@ def test_scaled_learning_rate(example: str, folder: Path, reference: Reference) 
     assert len(rates) == 2 * steps and max(rates) == rates[warm_up]
 
 
+@pytest.mark.runs("smoke", "ddp_spawn", "torchrun_multinode")
 def test_killed_and_resumed(example: str, folder: Path, reference: Reference) -> None:
     """SIGKILL to all processes at a random moment, and --resume: the same bits, no row twice or missing.
 
@@ -523,6 +527,7 @@ def test_two_processes_refuse(example: str, folder: Path) -> None:
     refusals.assert_refused(run, LAUNCHERS[example].status_after_bad_input, "no mnist in data/MNIST/raw")
 
 
+@pytest.mark.runs("smoke")
 def test_readme_and_requirements(example: str, source: Path) -> None:
     """The README has its sections, narrow lines, and the tests' command; requirements.txt pins exactly."""
     readme = (source / "README.md").read_text()

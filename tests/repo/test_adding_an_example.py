@@ -86,7 +86,7 @@ def test_added(repository: Path) -> None:
         if command.startswith("pytest"):
             assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100, done.stdout
     sessions = run("nox --list", repository).stdout
-    assert all(f"{session}({NEW})" in sessions for session in ("smoke", "slurm", "weekly", "gpu"))
+    assert all(f"{session}({NEW})" in sessions for session in ("smoke", "checks", "slurm", "weekly", "gpu"))
     faults = run("python -c 'from tests.slurm.test_faults import table; print(table(), end=str())'", repository)
     assert faults.stdout == test_faults.table(), faults.stderr
 

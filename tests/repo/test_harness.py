@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import fake_gpus
-from harness import browser, edits, jobs, launchers, runs
-from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, copy_example
+from harness import browser, edits, jobs, launchers, runs, sessions
+from harness.launchers import EXAMPLES, HOROVOD, LAUNCHERS, ROOT, copy_example
 from harness.processes import (
     clean_environment,
     end_processes,
@@ -348,6 +348,68 @@ def test_umask_of_nox(user: int, umask: str) -> None:
 def noxfile() -> dict[str, Any]:
     """Return what noxfile.py defines."""
     return runpy.run_path(str(ROOT / "noxfile.py"))
+
+
+def test_how_many_tests_at_once() -> None:
+    """Cores and memory both bound it; two at least."""
+    cases = {(2, 24.0): 3, (8, 33.0): 8, (64, 512.0): 96, (16, 8.0): 2, (1, 2.0): 2}
+    assert {case: sessions.workers(*case) for case in cases} == cases
+
+
+BUILDS_OF_TORCH = {  # the system, nvidia-smi, variables, uv: the variable that is set, and a word of what is said
+    "laptop": ("linux", False, {}, "uv", {"UV_TORCH_BACKEND": "cpu"}, "for CPUs, since there is no NVIDIA driver"),
+    "no index": ("linux", False, {}, "offline-uv", {}, "for CUDA, since the index of those for CPUs"),
+    "without uv": ("linux", False, {}, "", {}, "for CUDA, since uv does not"),
+    "driver": ("linux", True, {}, "uv", {}, "NVIDIA driver"),
+    "asked for": ("linux", True, {"UV_TORCH_BACKEND": "cu126"}, "uv", {}, "UV_TORCH_BACKEND=cu126"),
+    "CI": ("linux", False, {"CI": "true"}, "uv", {}, "CI=true"),
+    "macOS": ("darwin", False, {}, "uv", {}, "on this system"),
+}
+
+
+@pytest.mark.parametrize("case", BUILDS_OF_TORCH)
+def test_build_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
+    """The small build for CPUs is taken where it will do and can be had; what is said says which one it is.
+
+    The stub of uv looks at the command and at its variables.
+    """
+    system, driver, variables, uv, expected, says = BUILDS_OF_TORCH[case]
+    for name, status in (("uv", 0), ("offline-uv", 2), ("nvidia-smi", 0)):
+        wanted = 'test "$UV_HTTP_RETRIES $1 $2" = "0 pip install"'
+        (tmp_path / name).write_text(f"#!/bin/sh\n{wanted} && exit {status}\nexit 3\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "requirements.txt").write_text("torch==2.15.0\n")
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(sessions.shutil, "which", lambda name: name if driver else None)
+    for name in ("CI", "UV_TORCH_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = sessions.build_of_torch(str(tmp_path / uv) if uv else "", "python", tmp_path / "requirements.txt")
+    assert found[0] == expected and says in found[1]
+
+
+@pytest.mark.parametrize("horovod", HOROVOD)
+def test_horovod_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, horovod: str) -> None:
+    """Only the wheel that install.sh would take counts: of its Horovod, its framework's release, this Python."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    script, pins = ((ROOT / "examples" / horovod / name).read_text() for name in ("install.sh", "requirements.txt"))
+    recipe = "-".join(re.search(rf"^{name}=(\S+)", script, re.MULTILINE)[1] for name in ("version", "recipe"))
+    framework = "".join(re.search(r"^(torch|tensorflow)(?:-cpu)?==(\S+)", pins, re.MULTILINE).groups())
+    assert not sessions.horovod_is_built(horovod, "3.11")
+    for name in (
+        f"{recipe}-{framework}-py3.12-linux",
+        f"0.1-{recipe}-{framework}-py3.11-linux",
+        f"{recipe}-none-py3.11-x",
+    ):
+        (tmp_path / "horovod-wheels" / name).mkdir(parents=True)
+        (tmp_path / "horovod-wheels" / name / "horovod.whl").touch()
+    assert not sessions.horovod_is_built(horovod, "3.11")
+    folder = tmp_path / "horovod-wheels" / f"{recipe}-{framework}-py3.11-linux-mpi"
+    folder.mkdir()
+    assert not sessions.horovod_is_built(horovod, "3.11")
+    (folder / "horovod.whl").touch()
+    assert sessions.horovod_is_built(horovod, "3.11")
 
 
 REFUSED_BY_NOX = {  # the platform, and what follows `--`

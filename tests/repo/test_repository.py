@@ -217,7 +217,7 @@ def test_hosted_commands(hosted: dict[str, Any]) -> None:
     ask = script[script.index("names=") : script.index(".venv/bin/nox")] + "printf '%s ' \"${sessions[@]}\""
     asked = subprocess.run(["bash", "-ec", ask], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     claims = [name for name in EXAMPLES if "(tested: 2.6," in (ROOT / "examples" / name / "README.md").read_text()]
-    assert claims and asked.stdout.split() == [f"smoke({name})" for name in claims]
+    assert claims and asked.stdout.split() == [f"{kind}({name})" for name in claims for kind in ("smoke", "checks")]
 
 
 def test_hosted_is_careful(hosted: dict[str, Any]) -> None:
