@@ -378,7 +378,7 @@ def test_modules_of_an_example(example: str, results: ModuleType, folder: Path) 
 @pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities:DeprecationWarning")
 def test_images_in_a_tar(example: str, results: ModuleType, finished: Path) -> None:
     """Images in a tar give the same predictions; those of other classes are refused in one line."""
-    subprocess.run(["tar", "-cf", "images.tar", "images"], cwd=finished, check=True, timeout=60)
+    subprocess.run(["tar", "-cf", "images.tar", "images"], cwd=finished, check=True, timeout=300)
     for part in ("train", "val"):
         (finished / "images" / part / "six").rename(finished / f"{part}-six")
     (run,) = results.find_runs(finished)

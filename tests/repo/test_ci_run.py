@@ -76,7 +76,7 @@ class Machine:
         with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
             status = finish(
                 [str(shutil.which("bash")), str(self.folder / ".ci" / "run"), *words],
-                60,
+                300,
                 stdin=subprocess.DEVNULL if answer is None else end,
                 stdout=stdout,
                 stderr=stderr if answer is None else end,
@@ -143,7 +143,7 @@ def test_checkout_of_another_user(tmp_path: Path) -> None:
     git = ["git", "-c", "safe.directory=*", "-c", "user.name=a", "-c", "user.email=a@b.example"]
     (tmp_path / "committed").touch()
     for words in (["init", "-q"], ["add", "committed"], ["commit", "-q", "-m", "A file."]):
-        subprocess.run([*git, *words], cwd=tmp_path, check=True, timeout=60)
+        subprocess.run([*git, *words], cwd=tmp_path, check=True, timeout=300)
     if os.geteuid() == 0:
         for path in [tmp_path, *tmp_path.rglob("*")]:
             os.chown(path, 12345, 12345)

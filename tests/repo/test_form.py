@@ -202,7 +202,7 @@ def test_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text("first")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org"]
     for words in ("init --quiet", "add train.py", "commit --quiet --message=first"):
-        subprocess.run([*git, *words.split()], check=True, timeout=60)
+        subprocess.run([*git, *words.split()], check=True, timeout=300)
     assert re.fullmatch(r"[0-9a-f]{40}", clean := commit())
     (tmp_path / "train.py").write_text("second")
     assert commit() == f"{clean}-dirty"
@@ -342,7 +342,7 @@ def test_save_that_does_not_end(tmp_path: Path, how: str, status: int) -> None:
     (tmp_path / "checkpoint.pt").write_text("the old")
     environment = clean_environment() | {"PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", SAVE, how]
-    run = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == status, run.stderr
     assert (tmp_path / "checkpoint.pt").read_text() == "the old"
     if how != "killed":
