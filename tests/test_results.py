@@ -120,7 +120,7 @@ def test_shipped_notebook() -> None:
     assert len({cell.id for cell in notebook.cells}) == len(notebook.cells) > 12
 
 
-@pytest.mark.runs("patterns")
+@pytest.mark.runs("one")  # that the files of all others have the same form, test_default_run shows
 def test_notebook(example: str, finished: Path, tmp_path: Path) -> None:
     """Each cell runs in a kernel, says nothing on stderr, and shows what the run has; the numbers are the run's."""
     images = LAUNCHERS[example].metric == "test_accuracy"
