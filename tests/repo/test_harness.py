@@ -53,7 +53,7 @@ def test_line_that_never_comes(tmp_path: Path) -> None:
         run, start = python(text, tmp_path), time.monotonic()
         with pytest.raises(AssertionError, match="did not come within 2 s; the run had not ended:\nout") as error:
             run.read_until("epoch", 2)
-        assert time.monotonic() - start < 60 and run.pids() == []
+        assert time.monotonic() - start < 300 and run.pids() == []
         assert ("err" in str(error.value)) == (text == silent)
     ends = python("import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)", tmp_path)
     with pytest.raises(AssertionError, match="'epoch' did not come before the run ended with 3:\nout\n\nerr"):
@@ -90,7 +90,7 @@ def test_kill_finds_every_process(tmp_path: Path) -> None:
     child = "import os, time; os.setsid(); print('ready', flush=True); time.sleep(600)"
     run = python(f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])", tmp_path)
     run.read_until("ready")
-    run.process.wait(60)
+    run.process.wait(300)
     assert len(run.pids()) == 1
     run.kill()
     assert run.pids() == []
@@ -120,19 +120,19 @@ def test_held_epochs(tmp_path: Path) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         run.process.wait(1)
     (tmp_path / runs.STOP).touch()
-    run.wait(60)
+    run.wait(300)
     assert run.stdout == "epoch 1\nepoch 2\nepoch 3\n" and run.status == 0
 
 
 def test_read_line() -> None:
     """A line of another command is read with a limit, and the rest stays for other readers."""
     with running(["sh", "-c", "printf 'one\\ntwo\\nthr'; exec sleep 600"]) as process:
-        assert [read_line(process, 60) for _ in range(2)] == ["one\n", "two\n"]
+        assert [read_line(process, 300) for _ in range(2)] == ["one\n", "two\n"]
         with pytest.raises(AssertionError, match="no line within 0.5 s, only b'thr'"):
             read_line(process, 0.5)
     assert process.returncode == -15
     with running(["sh", "-c", "printf 'one\\ntwo'"]) as process:
-        assert read_line(process, 60) == "one\n" and process.communicate(timeout=60) == ("two", None)
+        assert read_line(process, 300) == "one\n" and process.communicate(timeout=300) == ("two", None)
 
 
 def test_every_command_has_a_limit() -> None:
@@ -169,7 +169,7 @@ def test_hang_of_a_test(tmp_path: Path) -> None:
     )
     words = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", str(tmp_path)]
     words += [f"--config-file={ROOT}/pyproject.toml", f"--rootdir={ROOT}"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert "1 failed, 1 passed" in done.stdout and "taken down" in done.stdout, done.stdout + done.stderr
     assert "Timeout" in done.stdout
 
@@ -192,14 +192,14 @@ def test_what_a_command_has_started_ends_with_it(tmp_path: Path, script: str) ->
     try:
         with pytest.raises(subprocess.TimeoutExpired):
             finish(["sh", "-c", script], 0.5, env=environment)
-        wait_until(lambda: not find_processes(marker), 10, "the end of all that it has started")
+        wait_until(lambda: not find_processes(marker), 300, "the end of all that it has started")
     finally:
         end_processes(marker)
 
 
 def test_other_ends_of_a_command(tmp_path: Path) -> None:
     """A command that ends in time gives what it has printed, and its status."""
-    done = finish(["sh", "-c", "pwd; echo said >&2; exit 3"], 60, cwd=tmp_path)
+    done = finish(["sh", "-c", "pwd; echo said >&2; exit 3"], 300, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (3, f"{tmp_path}\n", "said\n")
 
 
@@ -257,7 +257,7 @@ def test_odd_name_of_a_process(tmp_path: Path, name: bytes) -> None:
     text = f"import mmap, time; open('/proc/self/comm', 'wb').write({name!r})\n"
     text += f"file = open({str(library)!r}, 'rb')\nkept = mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ)\n"
     with running([sys.executable, "-c", f"{text}print('ready', flush=True); time.sleep(600)"]) as process:
-        assert read_line(process, 60) == "ready\n"
+        assert read_line(process, 300) == "ready\n"
         assert with_framework([process.pid]) == {process.pid: os.getpid()}
 
 
@@ -340,7 +340,7 @@ print(oct(os.umask(0)))
 @pytest.mark.parametrize(("user", "umask"), [(0, "0o22"), (1000, "0o77")])
 def test_umask_of_nox(user: int, umask: str) -> None:
     """What root installs can be read by the user who runs the lab's jobs; others keep their umask."""
-    done = finish([sys.executable, "-c", NOX.format(user=user)], 60, cwd=ROOT)
+    done = finish([sys.executable, "-c", NOX.format(user=user)], 300, cwd=ROOT)
     assert done.stdout == f"{umask}\n", done.stderr
 
 

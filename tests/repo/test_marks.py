@@ -18,7 +18,7 @@ def run_pytest(*words: str | Path, **variables: str) -> subprocess.CompletedProc
     settings = ["-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider", "-q"]
     environment = {name: value for name, value in os.environ.items() if name != "CI"} | variables
     command = [sys.executable, "-m", "pytest", *settings, *words]
-    return finish(command, 120, cwd=ROOT, env=environment)
+    return finish(command, 300, cwd=ROOT, env=environment)
 
 
 def run_file(path: Path, text: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -108,6 +108,6 @@ def test_ci_run(tmp_path: Path, words: list[str], used: bool) -> None:
     environment = {"PATH": f"{stub.parent}:/usr/bin:/bin", "HOME": str(tmp_path), "CI": "true"}
     command = ["bash", str(tmp_path / ".ci" / "run"), *words]
     environment |= {"UV_CONSTRAINT": os.devnull}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     file = "tests/constraints.txt" if used else "none"
     assert done.returncode == 0 and done.stdout == f"PIP {file}\nUV {file}\n", done.stdout + done.stderr

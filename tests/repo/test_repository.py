@@ -173,7 +173,7 @@ def found(hosted: dict[str, Any], event: str, output: Path) -> dict[str, str]:
     assert set(hosted["jobs"]["parts"]["outputs"]) == {"weekly", "jobs"}
     (step,) = [step for step in hosted["jobs"]["parts"]["steps"] if step.get("id") == "find"]
     environment = os.environ | {"GITHUB_OUTPUT": str(output), "GITHUB_EVENT_NAME": event}
-    subprocess.run(["bash", "-e", "-c", step["run"]], cwd=ROOT, env=environment, check=True, timeout=60)
+    subprocess.run(["bash", "-e", "-c", step["run"]], cwd=ROOT, env=environment, check=True, timeout=300)
     return dict(line.split("=", 1) for line in output.read_text().splitlines())
 
 
@@ -204,18 +204,17 @@ def test_hosted_workflow(hosted: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_hosted_commands(hosted: dict[str, Any]) -> None:
-    """What the workflow calls: .ci/run with words that it knows, and the releases of PyTorch that noxfile.py knows."""
-    (command,) = re.findall(r"bash \.ci/run .*", WORKFLOW.read_text())
-    assert command == 'bash .ci/run "$PART" ${WEEKLY:+weekly}'
-    script = (ROOT / ".ci" / "run").read_text()
-    assert "== weekly ]]" in script and "== rest ]]" in script and "smoke($name)" in script
+    """What the workflow asks noxfile.py for: the releases of PyTorch that it knows, with the examples that claim them.
+
+    What it asks .ci/run for, test_ci_run.py shows.
+    """
     noxfile = runpy.run_path(str(ROOT / "noxfile.py"))
     pins = (ROOT / "examples" / "ddp_spawn" / "requirements.txt").read_text()
     others = {release for release in noxfile["releases"]() if f"torch=={release}\n" not in pins}
     assert set(hosted["jobs"]["releases"]["strategy"]["matrix"]["torch"]) == others
     (script,) = [step["run"] for step in hosted["jobs"]["releases"]["steps"] if "--torch" in step.get("run", "")]
     ask = script[script.index("names=") : script.index(".venv/bin/nox")] + "printf '%s ' \"${sessions[@]}\""
-    asked = subprocess.run(["bash", "-ec", ask], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    asked = subprocess.run(["bash", "-ec", ask], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
     claims = [name for name in EXAMPLES if "(tested: 2.6," in (ROOT / "examples" / name / "README.md").read_text()]
     assert claims and asked.stdout.split() == [f"{kind}({name})" for name in claims for kind in ("smoke", "checks")]
 
@@ -358,7 +357,7 @@ def blocks_anew(function: str, block: int, *python: str) -> float:
         f"print((faults[-1] - faults[0]) * resource.getpagesize() / {block})\n"
     )
     words = [*python, "-c", program]
-    return float(subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout)
+    return float(subprocess.run(words, capture_output=True, text=True, check=True, timeout=300).stdout)
 
 
 NOTHING_KEPT = "def keep_memory():\n    pass"
@@ -418,7 +417,7 @@ def test_keeps_memory_with_old_glibc(tmp_path: Path) -> None:
     subprocess.run(words, env=os.environ | {"PATH": SEARCH}, check=True, capture_output=True, timeout=400)
     python = ["chroot", str(tmp_path / "tree"), "python3"]
     ask = [*python, "-c", "import platform; print(*platform.libc_ver())"]
-    version = subprocess.run(ask, capture_output=True, timeout=60)
+    version = subprocess.run(ask, capture_output=True, timeout=300)
     assert version.stdout == b"glibc 2.31\n"
     kept = blocks_anew(functions(PROCESSES)["keep_memory"], 2**24, *python)
     # all that this glibc accepts of 1 GB
