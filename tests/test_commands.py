@@ -121,14 +121,17 @@ RUN_BY = {  # document: command: the test that runs it, or the file that does
         ),
     },
     "CONTRIBUTING.md": {
+        'python3 -m venv .venv && .venv/bin/pip install -q "nox[uv]" && .venv/bin/nox -s smoke': "../.ci/run",
         "cp -r examples/torchrun_multinode examples/NAME": ADDING,
         "sed -i 's/torchrun_multinode/NAME/' examples/NAME/run.slurm examples/NAME/README.md": ADDING,
         "nox -s sync": ADDING,
         "ruff check .": ADDING,
         'pytest -m "repo and not weekly" tests/test_commands.py tests/repo/test_{repository,form,pictures}.py': ADDING,
+    },
+    "docs/dev/pins.md": {
         "uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate "
-        '--no-emit-package setuptools --no-emit-package wheel --custom-compile-command "see CONTRIBUTING.md, Pins" '
-        "--output-file tests/constraints.txt examples/*/requirements.txt tests/requirements.txt "
+        '--no-emit-package setuptools --no-emit-package wheel --custom-compile-command "see docs/dev/pins.md" '
+        "--output-file tests/constraints.txt examples/*/requirements.txt tests/requirements*.txt "
         "benchmarks/requirements-peers.txt": PINS,
     },
     "examples/deepspeed/README.md": {

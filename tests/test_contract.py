@@ -1,4 +1,4 @@
-"""The contract that every example keeps (see CONTRIBUTING.md), tested on a copy of its folder, on CPU over Gloo."""
+"""The contract that every example keeps, docs/dev/contract.md, tested on a copy of its folder, on CPU over Gloo."""
 
 import os
 import re

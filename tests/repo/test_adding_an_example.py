@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md, "Adding an example": who follows it has touched every place, and a step left out is noticed."""
+"""CONTRIBUTING.md, "Add an example": who follows it has touched every place, and a step left out is noticed."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ from harness.processes import clean_environment, finish
 from tests.slurm import test_faults
 
 NEW, OLD = "dummy", "torchrun_multinode"  # the new example, and the one whose folder it is copied from
-COPY, CHECK, *_ = readme.blocks(ROOT / "CONTRIBUTING.md")
+_, COPY, CHECK = readme.blocks(ROOT / "CONTRIBUTING.md")
 # What takes long, and has nothing to do with examples that are added.
 LONG = ("heavy_packages", "hosted", "without_plumbing", "sync_of", "keeps_memory", "can_fail", "test_refused")
 ROW = re.compile(r"^\| \[(\w+)\]\(examples/\1\) \|.*\n", re.MULTILINE)

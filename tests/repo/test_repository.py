@@ -60,12 +60,12 @@ PAGES = {"README.md": 180} | dict.fromkeys(f"docs/{name}.md" for name in NARROW)
 WIDTH = 120
 
 
-def assert_fits(text: str, most: int | None) -> None:
+def assert_fits(text: str, most: int | None, width: int = WIDTH) -> None:
     """Check that a page is short and narrow; the addresses of links, and lines that are a picture, may be longer."""
     lines = text.splitlines()
     assert most is None or len(lines) <= most
     shown = [re.sub(r"\]\([^)]*\)", "]", line) for line in lines if not re.fullmatch(r"!\[.*\]\(.*\)", line)]
-    assert [line for line in shown if len(line) > WIDTH] == []
+    assert [line for line in shown if len(line) > width] == []
 
 
 @pytest.mark.parametrize(("file", "most"), PAGES.items(), ids=PAGES)
@@ -84,6 +84,25 @@ def test_pages_are_short_can_fail() -> None:
             assert_fits(bad, None)
     with pytest.raises(AssertionError):
         assert_fits(good, 2)
+
+
+def assert_overview(text: str, pages: set[str]) -> None:
+    """Check that a text has at most 100 lines of 100 columns, rows of tables apart, and links to these pages."""
+    assert_fits(re.sub(r"^\|.*", "", text, flags=re.MULTILINE), 100, width=100)
+    assert set(re.findall(r"\]\((docs/dev/[\w-]+\.md)\)", text)) == pages
+
+
+def test_overview() -> None:
+    """CONTRIBUTING.md is read to its end, and leads to all of docs/dev/.
+
+    A line too many, a wide one, and a page without a link are each noticed.
+    """
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    pages = {str(path.relative_to(ROOT)) for path in readme.DOCUMENTS if path.parent == ROOT / "docs" / "dev"}
+    assert_overview(text, pages)
+    for bad in (text + "\n" * 100, f"{text}{'a' * 101}\n", text.replace("docs/dev/pins.md", "docs/faults.md")):
+        with pytest.raises(AssertionError):
+            assert_overview(bad, pages)
 
 
 def anchors(document: Path) -> set[str]:
@@ -197,7 +216,7 @@ def test_hosted_workflow(hosted: dict[str, Any], tmp_path: Path) -> None:
     expected = {(suite, part) for suite in ("bookworm", *tree.SUITES) for part in parts}
     expected -= {("sid", part) for part in parts if part.startswith("horovod_")}
     assert {(debian, part) for debian, _, part in jobs["schedule"]} == expected
-    text = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+    text = " ".join((ROOT / "docs" / "dev" / "checks.md").read_text().split())
     named = re.search(r"Debian bookworm \(SLURM [\d.]+\), weekly also (\w+) \(([\d.]+)\) and (\w+) \(([\d.]+)\)", text)
     releases = dict(zip(named.groups()[::2], named.groups()[1::2], strict=True))
     assert {suite: re.match(r"SLURM ([\d.]+)", what)[1] for suite, what in tree.SUITES.items()} == releases
@@ -256,6 +275,38 @@ def forbidden(room: str, text: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names.append(str(node.module))
     return {name.partition(".")[0] for name in names} & set(ARROWS).difference({room}, ARROWS[room])
+
+
+def assert_picture(text: str) -> None:
+    """Check the picture of the rooms: its arrows are imports that are permitted, and lead to all that are."""
+    (picture,) = re.findall(r"^```mermaid\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    drawn: dict[str, set[str]] = {room: set() for room in ARROWS}
+    for start, ends in re.findall(r"^ *(\S+) --> (.+)$", picture, re.MULTILINE):
+        drawn[start] |= set(ends.split(" & "))
+        assert drawn[start] <= ARROWS[start], start
+    for room, rooms in ARROWS.items():
+        reached = {room}
+        while more := set().union(*(drawn[one] for one in reached)) - reached:
+            reached |= more
+        assert rooms <= reached, room
+    in_groups = re.findall(r"^    subgraph .*\n +(.*)\n    end$", picture, re.MULTILINE)
+    rooms = sorted(room for group in in_groups for room in group.split(" & "))
+    assert rooms == sorted({*ARROWS, "docs", "sites"}), rooms
+
+
+def test_picture_of_rooms() -> None:
+    """CONTRIBUTING.md's picture shows each room, and who imports whom; one arrow more or less is noticed."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert_picture(text)
+    for old, new in (
+        ("common & lab", "lab"),
+        ("common & lab", "common & lab & runs"),
+        ("lab\n    end", "lab & attic\n    end"),
+        ("sweep & ", ""),
+    ):
+        assert text.count(old) == 1
+        with pytest.raises(AssertionError):
+            assert_picture(text.replace(old, new))
 
 
 @pytest.mark.parametrize("room", ARROWS)
