@@ -22,7 +22,7 @@ from pathlib import Path
 from harness.edits import HOLD, hold_epochs
 from harness.launchers import EPOCH, LAUNCHERS, ROOT, copy_example
 from harness.outputs import assert_same_run, read_run
-from harness.processes import clean_environment, command_lines, find_processes, finish, workers
+from harness.processes import clean_environment, command_lines, find_processes, finish, wait_until, workers
 
 MARKER = "EXAMPLES_TEST_RUN"  # in the environment of every process of a run, so that each can be found
 STOP = "stop-request"  # the file with which run.slurm's tasks ask train.py to stop; here it lies in the run's folder
@@ -236,8 +236,17 @@ def kill_all(_: str, run: Run) -> None:
 
 
 def kill_one(example: str, run: Run) -> None:
-    """Send SIGKILL to one worker: within 60 s the run ends non-zero and says which process died."""
-    os.kill(max(run.workers()), signal.SIGKILL)
+    """Send SIGKILL to one worker: within 60 s the run ends non-zero and says which process died.
+
+    The process that was started is none of them, nor are its forks, by which horovodrun asks what it can do.
+    """
+
+    def others() -> list[int]:
+        started = command_lines([run.process.pid])
+        return [pid for pid in run.workers() if command_lines([pid]) not in ([], started)]
+
+    wait_until(others, 300, "a worker that has loaded its framework", pause=0.1)
+    os.kill(max(others()), signal.SIGKILL)
     run.wait(60, leaves=30)
     assert run.status > 0 and "finished" not in run.stdout
     assert re.search(LAUNCHERS[example].kill_message, run.stderr), run.stderr
@@ -269,20 +278,28 @@ def kill_and_resume(
 ) -> Run:
     """Kill a run at a random moment in each of these ways, resume it each time, and compare its end with the reference.
 
-    Return the last run, which has the variables. Each run may do two epochs, so that on a fast machine, too, none is
-    over before its kill. The variable KILL_SEED repeats the moments of an earlier test, as far as a machine can.
+    One kill in four comes before the run's first line: in its imports, its rendezvous, or as it reads the checkpoint.
+    The others come in a step, an evaluation, a save, or after them all. Return the last run, which has the variables.
+    Each run may do two epochs, so that on a fast machine, too, none is over before its kill. The variable KILL_SEED
+    repeats the moments of an earlier test, as far as a machine can, and KILL_EARLY=1 has all of them come so early.
     """
     seed = os.environ.get("KILL_SEED") or str(random.randrange(10**6))
     print(f"the moments of the kills: KILL_SEED={seed} in the environment repeats them")
     moments = random.Random(seed)
     hold_epochs(folder, LAUNCHERS[example])
+    first_line = 6.0  # s that it takes to come, until a run has shown it
     for number, kill in enumerate(kills):
         (folder / HOLD).write_text(str(2 * number + 2))
+        started = time.monotonic()
         run = start(example, folder, 2, *arguments, *["--resume"] * bool(number))
-        run.read_until(LAUNCHERS[example].first_line)
-        for _ in range(moments.randrange(2)):  # epochs that this run gets to see the end of
-            run.read_until("train loss")
-        time.sleep(0.6 * moments.random())  # a random moment: in a step, an evaluation, a save, or after them all
+        if moments.randrange(4) == 0 or os.environ.get("KILL_EARLY"):
+            time.sleep(first_line * moments.random())
+        else:
+            run.read_until(LAUNCHERS[example].first_line)
+            first_line = time.monotonic() - started
+            for _ in range(moments.randrange(2)):  # epochs that this run gets to see the end of
+                run.read_until("train loss")
+            time.sleep(0.6 * moments.random())
         kill(example, run)
     (folder / HOLD).unlink()
     run = train(example, folder, 2, *arguments, "--resume", seconds=300, **variables)

@@ -155,7 +155,7 @@ RESUME, NEW = "--batch-size 16 --epochs 3 --resume", "--batch-size 16 --epochs 2
 CASES: dict[str, tuple[str, str, bool, str]] = {
     "first": ("", NEW, False, "OwnModel on OwnData (data): 1 processes"),
     "fewer": ("use((X[:100], Y[:100]), TEST)", RESUME, True, "200 training samples, now 100"),
-    "more": ("use(numbers(300), TEST)", RESUME, True, "200 training samples, now 300"),
+    "some-more": ("use(numbers(300), TEST)", RESUME, True, "200 training samples, now 300"),
     "much-more": ("use(numbers(3000), TEST)", RESUME, True, "200 training samples, now 3000"),
     "other-test": ("use((X, Y), numbers(41, 1))", RESUME, True, "40 test samples, now 41"),
     "other-label": ("Y[5] = (Y[5] + 1) % 10", RESUME, True, "other labels of the 200 training samples"),

@@ -1,7 +1,9 @@
 """Own data: what is wrong with files and samples ends in one line, with what was found and what is expected."""
 
 import ast
+import os
 import runpy
+import signal
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -370,3 +372,21 @@ def test_sample_in_training(example: str, folder: Path) -> None:
         run, LAUNCHERS[example].status_after_bad_input, "own_data.py: sample(11) returns", "(28, 28)"
     )
     assert not list(folder.glob("output/checkpoint*"))
+
+
+@pytest.mark.runs("weekly")
+@pytest.mark.only("convnet")
+@pytest.mark.only("pytorch")
+def test_killed_beside_its_workers(example: str, folder: Path) -> None:
+    """A process is killed whose loader workers read the user's data: the run ends within 60 s, and so do they.
+
+    A worker that goes on holds the output of the run open, and horovodrun waits for its end.
+    """
+    from tests.test_recipes import make_it_yours
+
+    make_it_yours(folder)
+    run = runs.start(example, folder, 2, "--epochs", 1000)
+    run.read_epoch(1)
+    os.kill(min(set(run.workers()) - {run.process.pid}), signal.SIGKILL)
+    run.wait(60, leaves=30)
+    assert run.status != 0 and "finished" not in run.stdout
