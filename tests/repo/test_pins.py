@@ -64,10 +64,8 @@ def test_fake_gpus() -> None:
 
 
 def command() -> str:
-    """Return the command of CONTRIBUTING.md that writes the constraints."""
-    commands = [command for block in readme.blocks(ROOT / "CONTRIBUTING.md") for command in block]
-    (text,) = [command for command in commands if command.startswith("uv pip compile ")]
-    return text
+    """Return the command, of whichever page, that writes the constraints."""
+    return readme.command("*", "uv pip compile ...")
 
 
 def test_command_reads_all() -> None:
