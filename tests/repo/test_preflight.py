@@ -125,7 +125,6 @@ class Place:
     def submit(
         self,
         *options: str,
-        args: tuple[str, ...] = (),
         venv: str | Path = sys.prefix,
         env: dict[str, str] | None = None,
         line: str = "",
@@ -509,7 +508,7 @@ def test_cancelled(place: Place) -> None:
 
 @needs_lab
 def test_bad_option(place: Place) -> None:
-    run = place.run(venv=place.light, args=("--pattern", "diagonal"))
+    run = place.run(line=f"VENV={place.light} sbatch run.slurm --pattern diagonal")
     assert run.status == 2
     assert run.log.count("preflight.py: error: ") == 1 and "Traceback" not in run.log
 
