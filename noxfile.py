@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["nox[uv]>=2024.4.15"]
 # ///
-"""The checks of this repository: `nox -l` lists them, `nox -s smoke` runs the tests on a laptop."""
+"""The checks of this repository: `nox -l` lists them, `nox -s smoke` shows on a laptop that the examples work."""
 
 import functools
 import json
@@ -12,7 +12,6 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit("noxfile.py: error: the examples need Python 3.11 to 3.13: run nox with one")
@@ -21,8 +20,8 @@ import nox  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # where `nox` itself does not look for modules
-from harness import copies  # noqa: E402
-from harness.launchers import EXAMPLES, LAUNCHERS, copy_example  # noqa: E402
+from harness import copies, sessions  # noqa: E402
+from harness.launchers import EXAMPLES, HOROVOD, LAUNCHERS, copy_example  # noqa: E402
 
 if os.geteuid() == 0:
     os.umask(0o022)  # the lab's jobs, another user's, read the environments that root makes
@@ -32,37 +31,33 @@ nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["sync", "lint", "repo", "smoke"]
 
-every_example = nox.parametrize("example", EXAMPLES, ids=EXAMPLES)
+# ddp_spawn comes first, since the others are compared with its run: so that has its own requirements and no more.
+IN_ORDER = sorted(EXAMPLES, key=lambda name: name != "ddp_spawn")
+every_example = nox.parametrize("example", IN_ORDER, ids=IN_ORDER)
 
 
 def install(session: nox.Session, folder: Path) -> None:
     """Install what an example needs, as its README says."""
-    session.install("-r", str(folder / "requirements.txt"))
+    variables = {}
+    if session.name.startswith(("train", "smoke")) and LAUNCHERS[folder.name].pytorch:
+        uv = nox.virtualenv.UV if session.venv_backend == "uv" else ""
+        variables, why = sessions.build_of_torch(uv, f"{session.bin}/python", folder / "requirements.txt")
+        session.log(f"PyTorch: {why}")
+    session.install("-r", str(folder / "requirements.txt"), env=variables)
     if (folder / "install.sh").exists():
         session.install("pip")  # install.sh calls it, and an environment made by uv has none
         session.run("bash", str(folder / "install.sh"), external=True)
 
 
-class Kind(NamedTuple):
-    """What pytest is told to run: tests with which marks, in which files, and how many at once."""
-
-    marks: str
-    paths: list[str]
-    at_once: int
-
-
-KINDS = {
-    "smoke": Kind("not slurm and not weekly and not gpu", ["--ignore=tests/slurm", "tests"], at_once=3),
-    "slurm": Kind("slurm and not weekly", ["tests/slurm"], at_once=3),
-    "weekly": Kind("weekly and not gpu", ["tests"], at_once=2),
-    "gpu": Kind("gpu", ["tests/test_gpu.py"], at_once=1),
-}
-
-
 @functools.cache
-def references() -> tempfile.TemporaryDirectory:
-    """Return the folder of the reference runs, which is removed when nox ends."""
+def temporary_folder() -> tempfile.TemporaryDirectory:
+    """Return a folder that is removed when nox ends."""
     return tempfile.TemporaryDirectory(prefix="references-")
+
+
+def references() -> str:
+    """Return the folder of the reference runs: REFERENCES, in which `.ci/run` keeps them, or one for this nox."""
+    return os.environ.get("REFERENCES") or temporary_folder().name
 
 
 def releases() -> dict[str, str]:
@@ -100,18 +95,21 @@ def run_tests(session: nox.Session, example: str, kind: str) -> None:
         # modules: processes that start together would each do so, and jobs, another user's, could not keep them.
         session.run("python", str(folder / "train.py"), "--help", silent=True)
         if kind == "smoke":
-            session.run("python", "-m", "harness.reference", example, str(folder), references().name)
+            session.run("python", "-m", "harness.reference", example, str(folder), references())
         if not LAUNCHERS[example].pytorch:
             session.install("-r", "examples/ddp_spawn/requirements.txt")  # the tests compute with PyTorch
-        session.install("-r", "tests/requirements.txt")
-        options = [f"--example={example}", f"--folder={folder}", f"--references={references().name}"]
-        pytest(session, KINDS[kind], *options, *arguments)
+        options = [f"--example={example}", f"--folder={folder}", f"--references={references()}"]
+        pytest(session, kind, *options, *arguments, example=example)
 
 
-def pytest(session: nox.Session, kind: Kind, *arguments: str) -> None:
-    """Run pytest with several processes, which take work from each other."""
-    options = [f"--numprocesses={kind.at_once}", "--dist=worksteal", "--durations=10", "--durations-min=5"]
-    session.run("pytest", "-m", kind.marks, *options, *kind.paths, *arguments)
+def pytest(session: nox.Session, kind: str, *arguments: str, example: str = "") -> None:
+    """Run the tests of a kind, several at once, which take work from each other, with what they need."""
+    marks, paths, requirements, at_once = sessions.KINDS[kind]
+    if kind == "slurm" and example == "ddp_spawn":  # with which a notebook in JupyterLab trains
+        requirements = "requirements.txt"
+    session.install("-r", f"tests/{requirements}")
+    options = [f"--numprocesses={at_once}", "--dist=worksteal"] if at_once > 1 else []
+    session.run("pytest", "-m", marks, *options, "--durations=10", "--durations-min=5", *paths, *arguments)
 
 
 @nox.session
@@ -135,8 +133,19 @@ def train(session: nox.Session) -> None:
 @nox.session
 @every_example
 def smoke(session: nox.Session, example: str) -> None:
-    """Copy each example out of the repository, run its README's command and its tests there, on CPU over Gloo."""
+    """Copy each example out of the repository; train as its README says and with minimal.py, on CPU over Gloo."""
+    python = session.python or f"{sys.version_info.major}.{sys.version_info.minor}"
+    named = any(f"({example})" in word for word in sys.argv)
+    if example in HOROVOD and not (named or sessions.in_ci() or sessions.horovod_is_built(example, python)):
+        session.skip(f"it compiles Horovod, in 3 to 8 minutes, if asked: nox -s 'smoke({example})'")
     run_tests(session, example, "smoke")
+
+
+@nox.session
+@every_example
+def checks(session: nox.Session, example: str) -> None:
+    """Run all other tests of each example that need no SLURM."""
+    run_tests(session, example, "checks")
 
 
 @nox.session
@@ -153,7 +162,7 @@ def slurm(session: nox.Session, example: str) -> None:
 @nox.session
 @every_example
 def weekly(session: nox.Session, example: str) -> None:
-    """Run the long tests of each example: ten kills at random moments, and what `smoke` and `slurm` leave to it."""
+    """Run the long tests of each example: ten kills at random moments, and what the other sessions leave to it."""
     run_tests(session, example, "weekly")
 
 
@@ -170,12 +179,12 @@ def gpu(session: nox.Session, example: str) -> None:
 def repo(session: nox.Session) -> None:
     """Run the tests of what belongs to no example (`-- --weekly`: the long; `-- --matrix`: print what runs where)."""
     install(session, ROOT / "examples" / "ddp_spawn")
-    session.install("-r", "tests/requirements.txt")
     if "--matrix" in session.posargs:
+        session.install("-r", "tests/requirements.txt")
         session.run("pytest", "--collect-only", "--quiet", *session.posargs, success_codes=[0, 5])
         return
-    marks = "repo and weekly" if "--weekly" in session.posargs else "repo and not weekly"
-    pytest(session, Kind(marks, [], at_once=3), *[word for word in session.posargs if word != "--weekly"])
+    kind = "repo --weekly" if "--weekly" in session.posargs else "repo"
+    pytest(session, kind, *[word for word in session.posargs if word != "--weekly"])
 
 
 def measure(session: nox.Session, *arguments: str) -> None:

@@ -12,8 +12,9 @@ readme      the commands of a README
 jobs        an example's run.slurm in the lab
 notebooks   a job of jupyter/run.slurm in the lab
 browser     JupyterLab as a user sees it
+sessions    what noxfile.py tells pytest, and what it decides by the machine
 copies      what stands in several example folders, and is held to be the same
 
-launchers, processes and copies import nothing but the standard library: nox's own environment has nothing else. None of
-them imports tests or benchmarks: both are built on this package.
+launchers, processes, sessions and copies import nothing but the standard library: nox's own environment has nothing
+else. None of them imports tests or benchmarks: both are built on this package.
 """

@@ -43,7 +43,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=PROGRAM, args=["--no-sandbox"])
         # High enough for all cells: those that are out of sight are not in the page
         page = browser.new_page(viewport={"width": 1100, "height": 8000}, ignore_https_errors=True)
-        page.set_default_timeout(120_000)
+        page.set_default_timeout(300_000)
         at = urlsplit(address(args.url))
         # `reset` closes what the same user has left open
         page.goto(at._replace(path=f"/lab/tree/{args.notebook}", query=f"{at.query}&reset").geturl())

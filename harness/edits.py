@@ -97,6 +97,16 @@ def note_order(folder: Path) -> None:
     edit(folder / "train.py", " = DistributedSampler(train_set, ", " = __import__('noting').Noting(train_set, ")
 
 
+def leave_digits(folder: Path, samples: int) -> None:
+    """Leave only the first so many samples of the digits to train with, in an example's copy."""
+    import numpy as np
+
+    path = folder / "common" / "digits.npz"
+    with np.load(path) as file:
+        arrays = {name: array[:samples] if name.startswith("train_") else array for name, array in file.items()}
+    np.savez(path, **arrays)
+
+
 NOTE_USE = """
 import os, signal
 from pathlib import Path

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from harness import edits, outputs
@@ -58,7 +59,7 @@ def cancel_left(lab: Lab) -> str:
     left = lab.run(words, cwd="/", check=True).stdout.strip()
     if left:
         lab.run(["scancel", *(line.split()[0] for line in left.splitlines())], cwd="/", user="root")
-        wait_until(lambda: not lab.run(["squeue", "--noheader"], cwd="/").stdout, 120, f"the end of {left}", ASK_SLURM)
+        wait_until(lambda: not lab.run(["squeue", "--noheader"], cwd="/").stdout, 300, f"the end of {left}", ASK_SLURM)
     return left
 
 
@@ -111,7 +112,7 @@ class Job:
     def wait(self, seconds: float = 500) -> "Job":
         """Wait until the job has ended, and none of its processes is left; it may have waited for other jobs first."""
         wait_until(lambda: self.ended, seconds, f"the end of job {self.id} in {self.folder}", ASK_SLURM)
-        wait_until(lambda: not self.processes(), 60, f"the end of all processes of job {self.id}")
+        wait_until(lambda: not self.processes(), 300, f"the end of all processes of job {self.id}")
         return self
 
     def processes(self) -> list[int]:
@@ -206,10 +207,17 @@ def starters(job: Job) -> list[int]:
     return sorted(parents.keys() & set(parents.values()))
 
 
-def assert_failed(job: Job, seconds: float = 60) -> None:
-    """Check that a job to which something happened fails in time, says what to do, and leaves no process."""
-    job.wait(seconds)
-    assert job.shown["JobState"] == "FAILED", job.shown
+def assert_failed(job: Job, since: float, seconds: float = 60) -> None:
+    """Check that a job fails in time after what happened to it, says what to do, and leaves no process.
+
+    What happened came after the moment `since`, as time.time() tells it. SLURM has noted when the job ended, and when
+    it began: what it waited in the queue, and how long this test took to notice its end, does not count.
+    """
+    shown = job.wait().shown
+    assert shown["JobState"] == "FAILED", shown
+    began, ended = (datetime.fromisoformat(shown[name]).timestamp() for name in ("StartTime", "EndTime"))
+    took = ended - max(since, began)
+    assert took <= seconds, f"job {job.id} failed after {took:.0f} s, not within {seconds} s:\n{job.log}"
     last = job.log.splitlines()[-1]
     assert last.startswith("run.slurm: error:") and f"OUTPUT_DIR=output/{job.id} sbatch run.slurm" in last, job.log
 

@@ -22,7 +22,7 @@ class Stay(urllib.request.HTTPRedirectHandler):
 handlers = [urllib.request.HTTPSHandler(context=ssl._create_unverified_context()), Stay]
 request = urllib.request.Request(address, headers={"Authorization": f"token {token}"} if token else {})
 try:
-    print(urllib.request.build_opener(*handlers).open(request, timeout=20).status)
+    print(urllib.request.build_opener(*handlers).open(request, timeout=300).status)
 except urllib.error.HTTPError as error:
     print(error.code)
 except OSError as error:

@@ -83,7 +83,7 @@ def end_processes(variable: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         return not left
 
-    wait_until(none_left, 60, f"the end of all processes with {variable}", pause=0.01)
+    wait_until(none_left, 300, f"the end of all processes with {variable}", pause=0.01)
 
 
 def finish(words: Words, seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:

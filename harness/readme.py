@@ -15,7 +15,8 @@ from pathlib import Path
 from harness import runs
 from harness.launchers import ROOT
 
-DOCUMENTS = [path for pattern in ("*.md", "[!.]*/*.md", "examples/*/*.md") for path in sorted(ROOT.glob(pattern))]
+PATTERNS = ("*.md", "[!.]*/*.md", "docs/dev/*.md", "examples/*/*.md")
+DOCUMENTS = [path for pattern in PATTERNS for path in sorted(ROOT.glob(pattern))]
 
 
 def blocks(readme: Path) -> list[dict[str, str]]:

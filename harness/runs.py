@@ -138,8 +138,8 @@ class Run:
             return
         self.kill()
         self.process.kill()  # if it hides its environment; else it has ended, and is collected here
-        self.process.wait(60)
-        self.reader.join(60)
+        self.process.wait(300)
+        self.reader.join(300)
         STARTED.remove(self)
         assert not self.reader.is_alive(), f"a process that hides from {self.marker} has the stdout of {self.command}"
         while line := self.lines.get():

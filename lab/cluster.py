@@ -279,7 +279,7 @@ class Lab:
         lines = self.slurm("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
         return dict(line.split() for line in lines)
 
-    def wait_for_node(self, node: str, *states: str, seconds: float = 60) -> None:
+    def wait_for_node(self, node: str, *states: str, seconds: float = 300) -> None:
         """Wait, at most so many seconds, until SLURM gives one of these states to a node; raises LabError."""
         self._wait(lambda: self.states()[node], f"{node} is", states, seconds)
 
@@ -288,7 +288,7 @@ class Lab:
         text = self.slurm("scontrol", "--oneliner", "show", "job", str(job))
         return dict(re.findall(r"([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", text.splitlines()[0]))
 
-    def wait_for_job(self, job: int | str, *states: str, seconds: float = 120) -> dict[str, str]:
+    def wait_for_job(self, job: int | str, *states: str, seconds: float = 300) -> dict[str, str]:
         """Wait, at most so many seconds, for one of these states of a job, by default its end; returns `job(job)`."""
         self._wait(lambda: self.job(job)["JobState"], f"job {job} is", states or FINISHED, seconds)
         return self.job(job)

@@ -28,6 +28,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # With which example a test with the mark runs("one") is an ordinary one: the fastest to start; on SLURM the one that
 # promises most.
 ONE, ONE_ON_SLURM = "ddp_spawn", "torchrun_multinode"
+WHEN = ("smoke", "checks", "one", "patterns", "weekly")  # the words of the mark `runs`
 CLAUSES = {field.name for field in dataclasses.fields(Launcher) if field.type is bool}
 
 # Where CI=true is set, as in .ci/run, a skip would look like a pass. These reasons alone are permitted there.
@@ -76,15 +77,21 @@ def belongs(item: pytest.Item) -> bool:
     return True
 
 
+def when_it_runs(item: pytest.Item) -> set[str]:
+    """Return the words of the mark `runs` that count for a test, with its example if it has one."""
+    marks = {(when, *names) for when, *names in (mark.args for mark in item.iter_markers("runs"))}
+    if wrong := {word for when, *names in marks for word in (when, *names)} - {*WHEN, *EXAMPLES}:
+        raise pytest.UsageError(f"{item.nodeid}: the mark runs has {wrong}")
+    example = item.callspec.params["example"] if "example" in item.fixturenames else None
+    return {when for when, *names in marks if not names or example in names}
+
+
 def is_weekly(item: pytest.Item) -> bool:
     """Whether a test is too long for the ordinary checks, alone or with its example: see the mark `runs`."""
-    marks = {(when, *names) for when, *names in (mark.args for mark in item.iter_markers("runs"))}
-    if wrong := {word for when, *names in marks for word in (when, *names)} - {"weekly", "one", "patterns", *EXAMPLES}:
-        raise pytest.UsageError(f"{item.nodeid}: the mark runs has {wrong}")
+    when = when_it_runs(item)
     if "example" not in item.fixturenames:
-        return ("weekly",) in marks
+        return "weekly" in when
     example = item.callspec.params["example"]
-    when = {when for when, *names in marks if not names or example in names}
     one = ONE_ON_SLURM if item.get_closest_marker("slurm") else ONE
     return (
         "weekly" in when
@@ -104,6 +111,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen.append(item)
         if is_weekly(item):
             item.add_marker("weekly")
+        elif "smoke" in (when := when_it_runs(item)) and "checks" not in when:
+            item.add_marker("smoke")
         if not of_example:
             item.add_marker("repo")
     items[:] = chosen
@@ -128,10 +137,10 @@ def session_of(item: pytest.Item) -> str:
     """Return the session of nox that runs a test, as one letter: see `matrix`."""
     if item.get_closest_marker("repo"):
         return "W" if item.get_closest_marker("weekly") else "r"
-    for mark, letter in (("gpu", "G"), ("weekly", "w"), ("slurm", "J")):
+    for mark, letter in (("gpu", "G"), ("weekly", "w"), ("slurm", "J"), ("smoke", "s")):
         if item.get_closest_marker(mark):
             return letter
-    return "s"
+    return "c"
 
 
 def matrix(items: list[pytest.Item]) -> str:
@@ -142,8 +151,8 @@ def matrix(items: list[pytest.Item]) -> str:
         name = f"{item.path.relative_to(ROOT / 'tests')}::{item.originalname}"
         rows.setdefault(name, {}).setdefault(example, set()).add(session_of(item))
     columns = [*EXAMPLES, "repo"]
-    legend = "s: smoke   J: slurm, a job   w: weekly   G: gpu   r: repo   W: repo -- --weekly"
-    lines = ["", f"{legend}   sw: some of its parameters each", ""]
+    legend = "s: smoke   c: checks   J: slurm, a job   w: weekly   G: gpu   r: repo   W: repo -- --weekly"
+    lines = ["", f"{legend}   cw: some of its parameters each", ""]
     lines += [f"{'|  ' * number}{name}" for number, name in enumerate(columns)]
     for name, cells in rows.items():
         letters = ["".join(sorted(cells.get(column, "."))) for column in columns]

@@ -124,7 +124,7 @@ def test_lost_output(tmp_path: Path, case: str) -> None:
         env=environment | {"PATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert (tmp_path / "status").read_text() == "0\n", run.stderr
     if says is None:

@@ -74,7 +74,7 @@ def test_bad_input(example: str, tmp_path: Path) -> None:
         ([".", "--to", "files"], "invalid choice: 'files'"),
     ):
         command = [sys.executable, program, *words, "--store", "store"]
-        refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert refused.returncode == 2 and says in refused.stderr.splitlines()[-1], refused.stderr
         said = "export.py: left out, as damaged or of another program: metrics.csv (ValueError"
         assert (said in refused.stderr) == says.startswith("no run in .")

@@ -75,7 +75,8 @@ def assert_clean(example: str, record: Path, run: runs.Run) -> None:
     assert any(did[f"nccl {what} cuda:{number}"] for what in ("allreduce", "reduce_scatter") for number in {*own}), did
 
 
-@pytest.mark.runs("weekly", "accelerate", "deepspeed", "lightning")  # what is of the launcher runs on the CPU, too
+# What is of the launcher runs on the CPU, too; slurm/test_fake_gpus_jobs.py has torchrun_multinode's ordinary test.
+@pytest.mark.runs("weekly", "accelerate", "deepspeed", "lightning", "torchrun_multinode")
 def test_trains(example: str, folder: Path, reference: Reference, built: Path, tmp_path: Path) -> None:
     """It trains in mixed precision as on the CPU."""
     words, record = ARGUMENTS.get(example, USUAL).split(), tmp_path / "record"

@@ -235,7 +235,7 @@ def test_one_of_four_hangs(example: str, folder: Path) -> None:
     run = runs.start(example, folder, 4, "--tensor-parallel", 2, "--timeout", 20)
     run.read_epoch(1)
     os.kill(max(run.workers()), signal.SIGSTOP)
-    run.wait(20 + 90, leaves=60)
+    run.wait(20 + 60, leaves=60)
     assert run.status > 0 and "finished" not in run.stdout
 
 
@@ -330,7 +330,7 @@ def test_refused(example: str, folder: Path) -> None:
     }
     refusals.assert_arguments_refused(folder, texts, "train.load_data(train.parse_args())", **started)
     words = "--tokens 1200 --batch-size 5 --gradient-accumulation-steps 2"
-    run = runs.start(example, folder, 2, *words.split()).wait(120)
+    run = runs.start(example, folder, 2, *words.split()).wait(300)
     text = "--batch-size 5 times 2 (gradient accumulation) is above the 8 samples of each process"
     refusals.assert_refused(run, 1, text)
 

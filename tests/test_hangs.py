@@ -31,10 +31,10 @@ def test_stacks(example: str, folder: Path, reference: Reference) -> None:
     # It is by the job's number that the processes are found. These have no job: another variable takes its place.
     edits.edit(folder / "plumbing" / "job.sh", '"SLURM_JOB_ID=$SLURM_JOB_ID"', f'"{run.marker}"')
     words = ["bash", "-c", "SLURM_JOB_ID=1; source plumbing/job.sh; ask_for_stacks"]
-    subprocess.run(words, cwd=folder, check=True, timeout=60)
+    subprocess.run(words, cwd=folder, check=True, timeout=300)
     for rank in range(2):
         pattern = rf'^(\[\d\]<stderr>:)?\[{HOST} rank {rank}\]   File ".*/train\.py", line \d+ in '
-        wait_until(lambda: re.search(pattern, shown.read_text(), re.MULTILINE), 60, pattern)  # noqa: B023
+        wait_until(lambda: re.search(pattern, shown.read_text(), re.MULTILINE), 300, pattern)  # noqa: B023
     (folder / edits.HOLD).unlink()
     assert run.wait().status == 0, run.stderr
     outputs.assert_same_run(folder / "output", reference.output)
@@ -42,7 +42,7 @@ def test_stacks(example: str, folder: Path, reference: Reference) -> None:
     assert len(list(folder.glob("exit-*"))) == 2, "what is registered with atexit is called"
 
 
-@pytest.mark.runs("one")
+@pytest.mark.runs("weekly")  # test_one_worker_hangs and slurm/test_hangs.py have ordinary tests of nearly the same
 @pytest.mark.only("convnet")
 @pytest.mark.only("pytorch")
 def test_hang(example: str, folder: Path) -> None:
@@ -56,9 +56,9 @@ def test_hang(example: str, folder: Path) -> None:
     run = runs.start(example, folder, 2, "--timeout", timeout).wait(600)
     assert run.status > 0
     lines = run.stderr.splitlines()
-    own = [line for line in lines if re.search(r"rank 1\] no step for 3\d s \(--timeout 40\), after step 1\d: ", line)]
+    own = [line for line in lines if re.search(r"rank 1\] no step for \d\d s \(--timeout 40\), after step 1\d: ", line)]
     assert len(own) == 1 and "common/models.py" in own[0] and "forward: __import__('time').sleep(1000)" in own[0]
-    assert sum("rank 0] no step for 3" in line for line in lines) == 1
+    assert sum("rank 0] no step for " in line for line in lines) == 1
     if example not in HOROVOD:  # which has no store by which the processes could tell each other
         verdict = (
             rf"missing: rank 1 on {HOST} \(common/models\.py:\d+, forward: .*; waiting: rank 0 in gloo:all_reduce "

@@ -172,7 +172,7 @@ PAGE = ROOT / "docs" / "horovod.md"
 def get(address: str, **query: str) -> bytes:
     """Return what a server on loopback answers, also where a proxy is set."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"{address}?{urllib.parse.urlencode(query)}", timeout=120) as answer:
+    with opener.open(f"{address}?{urllib.parse.urlencode(query)}", timeout=300) as answer:
         content = answer.read()
     return gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
 
@@ -188,7 +188,7 @@ def test_profile_in_tensorboard(example: str, folder: Path) -> None:
     assert done.status == 0, done.stderr
     viewer = runs.Run(["bash", "-ec", f"exec {show} --port 0 2>&1"], folder)
     address = re.search(r"http://localhost:\d+/", viewer.read_until("http://localhost:"))[0] + "data/plugin/profile"
-    wait_until(lambda: json.loads(get(f"{address}/runs")), 120, "the profile in TensorBoard")
+    wait_until(lambda: json.loads(get(f"{address}/runs")), 300, "the profile in TensorBoard")
     (run,) = json.loads(get(f"{address}/runs"))
     found = {}
     for tool in json.loads(get(f"{address}/run_tools", run=run)):

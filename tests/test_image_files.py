@@ -76,7 +76,7 @@ def contents(dataset: Any) -> list[tuple[bytes, int, bytes]]:
 
 def make_tar(path: str, *words: object) -> Path:
     """Make a tar with GNU tar."""
-    subprocess.run(["tar", "-cf", path, *map(str, words)], check=True, stderr=subprocess.DEVNULL, timeout=60)
+    subprocess.run(["tar", "-cf", path, *map(str, words)], check=True, stderr=subprocess.DEVNULL, timeout=300)
     return Path(path)
 
 
@@ -276,7 +276,7 @@ def with_macosx(data: Path) -> Path:
 def twice(data: Path) -> Path:
     path = make_tar("x.tar", "data")
     put(data / "train/a/1.png", b"new")
-    subprocess.run(["tar", "-rf", path, data / "train/a/1.png"], check=True, timeout=60)
+    subprocess.run(["tar", "-rf", path, data / "train/a/1.png"], check=True, timeout=300)
     return path
 
 

@@ -119,7 +119,7 @@ def test_on_a_terminal(example: str, folder: Path, reference: Reference) -> None
                 shown += part
         except OSError:  # how a terminal says that nothing more comes
             os.close(ours)
-        process.wait(60)
+        process.wait(300)
     assert process.returncode == 0
     assert b"Epoch 0:" in shown and b"epoch  1/1 | train loss" in shown and b"finished" in shown
     assert "Epoch 0:" not in reference.stdout

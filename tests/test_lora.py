@@ -617,7 +617,7 @@ def test_make_model_refuses(
 @pytest.mark.runs("weekly")  # test_bad_checkpoint shows that a process which refuses something ends the run
 def test_two_processes_refuse(example: str, folder: Path) -> None:
     """On two processes, too, too few samples, or a missing model, is one line, and the run ends."""
-    run = runs.start(example, folder, 2, "--gradient-accumulation-steps", 100).wait(120)
+    run = runs.start(example, folder, 2, "--gradient-accumulation-steps", 100).wait(300)
     refusals.assert_refused(run, 1, "--batch-size 4 times 100 (gradient accumulation) is above")
     shutil.rmtree(folder / "model")
     run = runs.start(example, folder, 2).wait()

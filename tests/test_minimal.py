@@ -21,7 +21,7 @@ def command(folder: Path) -> list[str]:
 
 
 @pytest.mark.only(*MINIMAL)
-@pytest.mark.runs("weekly", "accelerate", "deepspeed", "horovod_cpu")  # beside those with other launchers
+@pytest.mark.runs("smoke")
 def test_same_bits_as_train(example: str, folder: Path, reference: Reference) -> None:
     """Alone beside common/, started as it says, it prints the metrics of all processes and writes train.py's model.
 

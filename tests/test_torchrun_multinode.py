@@ -107,7 +107,7 @@ def test_output_folder_removed(example: str, folder: Path) -> None:
 @pytest.mark.runs("weekly")
 def test_checkpoint_that_cannot_be_made(example: str, folder: Path) -> None:
     """A state that cannot be pickled ends the run with its traceback: no night without a checkpoint."""
-    line = '"settings": resume_settings(args)}'
+    line = 'state = state | {"settings": resume_settings(args)}'
     edits.edit(folder / "plumbing" / "checkpoints.py", line, f"{line} | {{'mine': lambda: 0}}")
     run = runs.start(example, folder, 2).wait()
     assert run.status == 1 and re.search("Error: Can't (pickle|get local)", run.stderr), run.stderr

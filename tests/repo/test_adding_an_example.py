@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md, "Adding an example": who follows it has touched every place, and a step left out is noticed."""
+"""CONTRIBUTING.md, "Add an example": who follows it has touched every place, and a step left out is noticed."""
 
 import re
 import shutil
@@ -87,7 +87,7 @@ def test_added(repository: Path) -> None:
         if command.startswith("pytest"):
             assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100, done.stdout
     sessions = run("nox --list", repository).stdout
-    assert all(f"{session}({NEW})" in sessions for session in ("smoke", "slurm", "weekly", "gpu"))
+    assert all(f"{session}({NEW})" in sessions for session in ("smoke", "checks", "slurm", "weekly", "gpu"))
     faults = run("python -c 'from tests.slurm.test_faults import table; print(table(), end=str())'", repository)
     assert faults.stdout == test_faults.table(), faults.stderr
 

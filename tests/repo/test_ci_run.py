@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import shutil
 import subprocess
 import tempfile
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
+from harness import runs
 from harness.launchers import ROOT
 from harness.processes import finish
 
@@ -51,11 +54,12 @@ class Machine:
         self.stub("python3", "exit 9")
         self.stub("systemctl", "exit 0")
         self.stub("sudo", 'shift; exec "$@"')
-        self.stub("apt-get", f"{self.policy} ssh start; echo policy: $? >>{self.calls}")
+        self.stub("apt-get", f"{self.policy} ssh start; echo policy: $? cache: $UV_CACHE_DIR >>{self.calls}")
 
     def stub(self, name: str, text: str) -> None:
         """Put a program on the PATH."""
         file = self.folder / "bin" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f'#!/bin/sh\necho "{name} $*" >>{self.calls}\n{text}\n')
         file.chmod(0o755)
 
@@ -76,7 +80,7 @@ class Machine:
         with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
             status = finish(
                 [str(shutil.which("bash")), str(self.folder / ".ci" / "run"), *words],
-                60,
+                300,
                 stdin=subprocess.DEVNULL if answer is None else end,
                 stdout=stdout,
                 stderr=stderr if answer is None else end,
@@ -143,7 +147,7 @@ def test_checkout_of_another_user(tmp_path: Path) -> None:
     git = ["git", "-c", "safe.directory=*", "-c", "user.name=a", "-c", "user.email=a@b.example"]
     (tmp_path / "committed").touch()
     for words in (["init", "-q"], ["add", "committed"], ["commit", "-q", "-m", "A file."]):
-        subprocess.run([*git, *words], cwd=tmp_path, check=True, timeout=60)
+        subprocess.run([*git, *words], cwd=tmp_path, check=True, timeout=300)
     if os.geteuid() == 0:
         for path in [tmp_path, *tmp_path.rglob("*")]:
             os.chown(path, 12345, 12345)
@@ -210,9 +214,7 @@ def test_installs_what_is_missing(machine: Machine, policy: str) -> None:
     (wheels / "key" / "horovod.whl").touch()
     run = machine.run("--in-clone", "rest", user="nobody" if os.geteuid() == 0 else None, UV_CACHE_DIR="/mine")
     assert f"note: {wheels} has wheels" in run.stdout
-    as_root = [call for call in run.calls if call.startswith("sudo ")]
-    assert as_root and all(f" UV_CACHE_DIR={machine.folder}/.cache/uv-root " in call for call in as_root)
-    status = f"policy: {5 if policy else 101}"
+    status = f"policy: {5 if policy else 101} cache: {machine.folder}/.cache/uv-root"
     assert [call for call in run.calls if call.startswith(("apt-get", "policy", "systemctl"))] == [
         "apt-get update -qq",
         status,
@@ -231,3 +233,36 @@ def test_policy_that_a_killed_run_has_left(machine: Machine, ours: bool) -> None
     machine.policy.write_text(f"#!/bin/sh\n{text}\nexit 101\n")
     machine.run("--in-clone", "rest")
     assert machine.policy.exists() == (not ours)
+
+
+def of_the_workflow() -> str:
+    """Return the command by which the hosted workflow checks a part."""
+    steps = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]["checks"]["steps"]
+    (step,) = [step for step in steps if "PART" in step.get("env", {})]
+    return step["run"]
+
+
+@pytest.mark.parametrize("weekly", ["", "weekly"])
+@pytest.mark.parametrize("part", ["rest", "ddp_spawn"])
+def test_command_of_the_workflow(machine: Machine, part: str, weekly: str) -> None:
+    """What the hosted workflow calls runs the sessions of its part, weekly the long tests, too; nox knows them all."""
+    machine.packages("printf 'ii '")
+    machine.stub("google-chrome", "exit 0")
+    machine.stub("python3", "exit 0")
+    shutil.copy(ROOT / "README.md", machine.folder)
+    for program in ("python", "pip", "nox"):
+        machine.stub(f"../.venv/bin/{program}", "exit 0")
+    command = of_the_workflow()
+    assert command.startswith("bash .ci/run ")
+    words = ["bash", "-c", command.replace("bash .ci/run ", "printf '%s\\n' ")]
+    given = finish(words, 300, env={"PATH": os.environ["PATH"], "PART": part, "WEEKLY": weekly}).stdout.split()
+    run = machine.run("--in-clone", *given)
+    assert run.status == 0, run
+    asked = [call.partition(" -s ")[2] for call in run.calls if call.startswith("../.venv/bin/nox ")]
+    named = {word for words in asked for word in words.split() if not word.startswith("-")}
+    assert named <= {*re.findall(r"^[*-] (\S+)", runs.nox(ROOT, "--list").stdout, re.MULTILINE), "train", "smoke"}
+    if part == "rest":
+        assert named >= {"repo", "sync", "lint"} and ("repo -- --weekly" in asked) == bool(weekly)
+    else:
+        assert named and all(word.endswith("(ddp_spawn)") for word in named)
+        assert ("weekly(ddp_spawn)" in named) == bool(weekly)

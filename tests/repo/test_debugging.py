@@ -23,7 +23,7 @@ def test_ssh_settings(tmp_path: Path) -> None:
     found = {}
     for host in ("node1", "login"):
         words = ["ssh", "-G", "-F", str(file), host]
-        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300)
         found[host] = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
     names = ("hostname", "user", "proxyjump")
     assert [found["node1"].get(name) for name in names] == ["node1", "student", "login"]
@@ -44,7 +44,7 @@ def test_bad_input(tmp_path: Path) -> None:
     python = [sys.executable, "-S", str(PROGRAM)]  # -S: without installed packages
     cases = {"there is no": python, "has no debugpy": python, "has no tensorboard": [*python, "tensorboard"]}
     for text, words in cases.items():
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert done.returncode == 2 and done.stderr.count("\n") == 1
         assert done.stderr.startswith("owner_only.py: error: ") and text in done.stderr
         (tmp_path / "train.py").touch()
@@ -56,6 +56,6 @@ def test_rank(tmp_path: Path) -> None:
     words = [sys.executable, "-S", str(PROGRAM), "--epochs", "1"]  # without debugpy, which the named rank would import
     for rank, name in (("0", "RANK"), ("1", "RANK"), ("1", "SLURM_PROCID")):
         settings = {"DEBUG_RANK": "1", name: rank}
-        done = subprocess.run(words, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=300)
         wanted = (0, f"trains __main__ {tmp_path} --epochs 1\n") if rank == "0" else (2, "")
         assert (done.returncode, done.stdout) == wanted, done.stderr

@@ -100,7 +100,7 @@ def flags() -> dict[str, dict[str, set[str]]]:
         files = [*sorted(folder.glob("*.py")), *sorted(folder.glob("more/*.py"))]
         programs = [str(path.relative_to(folder)) for path in files if PARSER.search(path.read_text())]
         words = [sys.executable, "-S", "-c", PRINT_HELP, *programs]
-        done = subprocess.run(words, cwd=folder, env={"COLUMNS": "200"}, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, cwd=folder, env={"COLUMNS": "200"}, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         parts = dict(part.split("\n", 1) for part in done.stdout.split("### ")[1:])
         found[example] = {name.strip(): set(re.findall(r"^ +(--[\w-]+)", text, re.M)) for name, text in parts.items()}

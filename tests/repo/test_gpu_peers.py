@@ -93,12 +93,12 @@ def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tree / place / "sub" / "theirs.py").write_text(THEIRS)
     who = ["-c", "user.name=Somebody", "-c", "user.email=somebody@example.org"]
     for words in (["init"], ["add", "."], [*who, "commit", "-m", "The script"]):
-        subprocess.run(["git", "-C", tree / place, *words], check=True, capture_output=True, timeout=60)
+        subprocess.run(["git", "-C", tree / place, *words], check=True, capture_output=True, timeout=300)
     words = ["git", "-C", str(tree / place), "rev-parse", "HEAD"]
-    one = script(commit=subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout.strip())
+    one = script(commit=subprocess.run(words, check=True, capture_output=True, text=True, timeout=300).stdout.strip())
     (tree / place / "sub" / "theirs.py").write_text("changed since")
     words = ["git", "clone", "--bare", str(tree / place), str(tmp_path / "bare" / place / "repo")]
-    subprocess.run(words, check=True, capture_output=True, timeout=60)
+    subprocess.run(words, check=True, capture_output=True, timeout=300)
     monkeypatch.setattr(gpu_peers, "SCRIPTS", (one,))
     gpu_peers.export(tmp_path / "bare", tmp_path / "plain")
     for name in ("tree", "bare", "plain"):

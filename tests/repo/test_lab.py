@@ -57,7 +57,7 @@ def etc() -> str:
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m lab`."""
     line = [sys.executable, "-m", "lab", *words]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_up_and_down(name: str, tmp_path: Path) -> None:
         spaces = namespaces(lab.processes()) - namespaces(["self"])
         assert len(spaces) >= 2 * 3  # of the head and two nodes
     assert not traces(name)
-    wait_until(lambda: not spaces & namespaces(cluster.pids()), 60, "the end of the lab's namespaces")
+    wait_until(lambda: not spaces & namespaces(cluster.pids()), 300, "the end of the lab's namespaces")
     assert etc() == before
 
 
@@ -112,11 +112,11 @@ def test_owner_killed(name: str, number: signal.Signals) -> None:
     """A test run that crashes, in whatever way, takes its lab and the jobs in it along."""
     line = [sys.executable, "-c", OWNER, name]
     with running(line, cwd=ROOT, stderr=subprocess.DEVNULL) as owner:
-        assert read_line(owner, 120) == "up\n"
+        assert read_line(owner, 300) == "up\n"
         assert traces(name)
         owner.send_signal(number)
-        owner.wait(60)
-    wait_until(lambda: not traces(name), 60, f"an end without traces, not {traces(name)}")
+        owner.wait(300)
+    wait_until(lambda: not traces(name), 300, f"an end without traces, not {traces(name)}")
 
 
 def test_interrupted_up(name: str) -> None:
@@ -126,15 +126,15 @@ def test_interrupted_up(name: str) -> None:
         with running(line, cwd=ROOT, stderr=subprocess.PIPE) as process:
             time.sleep(moment * 0.08)  # not a wait: the moment
             process.send_signal(signal.SIGINT)
-            process.communicate(timeout=120)
+            process.communicate(timeout=300)
         if process.returncode == 0:
             assert command("down", "--name", name).returncode == 0
-        wait_until(lambda: not traces(name), 60, f"an end without traces, not {traces(name)}")
+        wait_until(lambda: not traces(name), 300, f"an end without traces, not {traces(name)}")
     stays = Path(f"/tmp/slurm-lab-{name}/detached")  # from the moment when it is there
     with running(line, cwd=ROOT, stderr=subprocess.PIPE) as process:
-        wait_until(lambda: stays.exists() or process.poll() is not None, 120, "a lab that stays", pause=0)
+        wait_until(lambda: stays.exists() or process.poll() is not None, 300, "a lab that stays", pause=0)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=120)
+        process.communicate(timeout=300)
     assert process.returncode == 0, "a lab that runs on has been reported as interrupted"
     assert command("down", "--name", name).returncode == 0
 
@@ -145,7 +145,7 @@ def test_stale_lab(name: str, tmp_path: Path) -> None:
     keeper = int((lab.folder / "keeper").read_text().split()[0])
     os.kill(keeper, signal.SIGKILL)
     left = [str(lab.folder), *map(str, tracking.leftovers(lab.folder.name))]
-    wait_until(lambda: traces(name) == left, 60, "the end of its processes")
+    wait_until(lambda: traces(name) == left, 300, "the end of its processes")
     with pytest.raises(LabError, match="no lab named"):
         lab.states()
     with Lab(Wanted(name=name)) as fresh:
@@ -180,7 +180,7 @@ def test_lock_of_others(name: str) -> None:
 def test_umask_of_roots_shell(name: str, umask: int) -> None:
     """Whatever umask root's shell has, the user can read the lab's files, and nobody but root can change them."""
     line = [sys.executable, "-m", "lab", "up", "--name", name, "--nodes", "1"]
-    done = subprocess.run(line, cwd=ROOT, umask=umask, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(line, cwd=ROOT, umask=umask, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     lab = Lab.find(name)
     assert lab.run(["srun", "id", "-un"], cwd="/").stdout == f"{lab.user}\n"
@@ -221,12 +221,12 @@ def test_tree_of_another_users_repository(tmp_path: Path) -> None:
         theirs.mkdir(exist_ok=True)
         (theirs / "file").write_text(f"{number}")
         for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "A file."]):
-            subprocess.run([*git, "-c", "safe.directory=*", *words], check=True, timeout=60)
+            subprocess.run([*git, "-c", "safe.directory=*", *words], check=True, timeout=300)
         for path in [theirs, *theirs.rglob("*")]:
             os.chown(path, 12345, 12345)
         line = [sys.executable, "-c", UPDATE, str(tmp_path / "trees")]
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
-        done = subprocess.run(line, cwd=theirs, umask=0o077, env=variables, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(line, cwd=theirs, umask=0o077, env=variables, capture_output=True, text=True, timeout=300)
         assert (done.stdout, done.stderr) == ("0022\n", "")
         assert (made / "project" / "file").read_text() == f"{number}"
         assert stat.S_IMODE((made / "project" / "file").stat().st_mode) == 0o644
@@ -298,7 +298,7 @@ lab down
 def test_odd_bytes_of_others(name: str, tmp_path: Path) -> None:
     """A process, a job, a mounted folder or a user whose name is no UTF-8 does not hinder a lab."""
     line = ["unshare", "--mount", "bash", "-ec", ODD, sys.executable, name, str(tmp_path)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, timeout=120)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, timeout=300)
     text = done.stdout.decode(errors="replace")
     assert done.returncode == 0 and b"Traceback" not in done.stderr, text + done.stderr.decode(errors="replace")
     assert b":M\xfcller:/:/bin/sh\n" in done.stdout, "the lab's copy of /etc/passwd has the same bytes"
@@ -318,7 +318,7 @@ exec "$0" -m lab up --name "$1" --nodes 1 --tracking linuxproc
 def test_no_step_can_run(name: str) -> None:
     """A lab whose slurmd starts, and whose steps do not, is not called ready: here /tmp permits no programs."""
     line = ["unshare", "--mount", "sh", "-ec", NOEXEC, sys.executable, name]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and not done.stdout, done
     start = "lab: error: a step of user lab-student fails with --tracking linuxproc: srun"
     assert done.stderr.startswith(start) and done.stderr.count("\n") == 1, done.stderr
@@ -343,7 +343,7 @@ def test_next_way_if_no_step_can_run(name: str, monkeypatch: pytest.MonkeyPatch)
 def test_no_devices(name: str) -> None:
     """Where root may make no device, as in a container, a lab starts without one; with --gpus one line says why not."""
     line = ["setpriv", "--bounding-set=-mknod", "--inh-caps=-mknod", sys.executable, "-m", "lab", "up", "--name", name]
-    options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}
+    options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 300}
     done = subprocess.run([*line, "--nodes", "1"], **options)
     assert done.returncode == 0, done.stderr
     assert command("down", "--name", name).returncode == 0
@@ -355,13 +355,13 @@ def test_down_waits_its_turn(name: str) -> None:
     """`down` does not remove the folder of a lab that is just starting under the same name."""
     lab = Lab(Wanted(name=name, nodes=1)).up()
     with contextlib.ExitStack() as waiting:
-        waiting.enter_context(base.locked(cluster.LOCK, "", 60))
+        waiting.enter_context(base.locked(cluster.LOCK, "", 300))
         with running([sys.executable, "-m", "lab", "down", "--name", name], cwd=ROOT) as down:
             with pytest.raises(subprocess.TimeoutExpired):
                 down.wait(1.5)
             assert lab.states() == {"node1": "idle"}
             waiting.close()
-            assert down.wait(60) == 0
+            assert down.wait(300) == 0
     assert not traces(name)
 
 
@@ -429,7 +429,7 @@ def test_from_nothing_to_a_job(name: str, tmp_path: Path) -> None:
     assert readme.until("README.md", "sudo python3 -m lab down") == install[2:]
     up, submit, down = (as_written(line, name, share) for line in install[2:])
     assert run_lines([*install[:2], up, submit], tmp_path / "clone") == "Submitted batch job 2\n"
-    assert Lab.find(name).wait_for_job(2, seconds=300)["JobState"] == "COMPLETED"
+    assert Lab.find(name).wait_for_job(2)["JobState"] == "COMPLETED"
     log = tmp_path / "clone" / "examples" / "ddp_spawn" / "ddp_spawn-2.out"
     assert "finished: test acc" in log.read_text()
     assert run_lines([down], tmp_path / "clone") == "lab: ended\n"
@@ -449,15 +449,15 @@ def test_readme(name: str, tmp_path: Path) -> None:
         elif "squeue" in line or "status" in line:
             assert "node1" in printed, printed
         elif " cut " in line:
-            lab.wait_for_node("node2", "down*", seconds=90)
+            lab.wait_for_node("node2", "down*")
         elif " heal " in line:
             lab.wait_for_node("node2", "idle", "mixed", "allocated")
         elif " requeue " in line:
-            lab.wait_for_job(2, "RUNNING", seconds=60)
+            lab.wait_for_job(2, "RUNNING")
             assert lab.job(2)["Restarts"] == "1"
         elif " timelimit " in line:
             log = tmp_path / "clone" / "examples" / "ddp_spawn" / "ddp_spawn-2.out"
-            wait_until(lambda log=log: "run.slurm: " in log.read_text(), 90, "run.slurm's answer to the signal")
+            wait_until(lambda log=log: "run.slurm: " in log.read_text(), 300, "run.slurm's answer to the signal")
     assert printed == "lab: ended\n"
 
 
@@ -468,7 +468,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1 and text in refused.stderr
     script = "import os, runpy, sys; os.geteuid = lambda: 1000; sys.argv = ['lab', 'up']; runpy.run_module('lab')"
     script = script.replace("run_module('lab')", "run_module('lab', run_name='__main__')")
-    refused = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    refused = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert refused.returncode == 2
     assert refused.stderr.splitlines() == ["lab: error: a lab needs root: run it with sudo"]
     monkeypatch.setattr(cluster, "PROGRAMS", (*cluster.PROGRAMS, "no-such-program"))
@@ -486,18 +486,18 @@ def test_faults(name: str, tmp_path: Path) -> None:
         connect = "exec 3<>/dev/tcp/{}/6818"  # where slurmd listens
         reached = [lab.run(["timeout", "2", "bash", "-c", connect.format(node)], node="node3") for node in lab.nodes]
         assert [done.returncode == 0 for done in reached] == [False, False, True]
-        lab.wait_for_node("node1", "down*", seconds=90)
-        lab.wait_for_node("node2", "down*", seconds=90)
+        lab.wait_for_node("node1", "down*")
+        lab.wait_for_node("node2", "down*")
         assert lab.states()["node3"] == "idle"
         lab.wait_for_job(job, "PENDING")
         faults.heal(lab, "node1")
         faults.start_slurmd(lab, "node2")
         lab.wait_for_node("node2", "idle")
-        lab.wait_for_job(job, "RUNNING", seconds=60)
+        lab.wait_for_job(job, "RUNNING")
         assert lab.job(job)["Restarts"] == "1"
         faults.requeue(lab, job)
         lab.wait_for_job(job, "PENDING")
-        lab.wait_for_job(job, "RUNNING", seconds=60)
+        lab.wait_for_job(job, "RUNNING")
         assert lab.job(job)["Restarts"] == "2"
 
 
@@ -527,9 +527,9 @@ def throughput(lab: Lab, sender: str, receiver: str, size: int) -> float:
     words = [lab.addresses[receiver], str(size)]
     command = lab.command([sys.executable, "-c", RECEIVE, *words], receiver, "/")
     with running(command) as receiving:
-        assert read_line(receiving, 60) == "ready\n"
-        lab.run([sys.executable, "-c", SEND, *words], sender, "/", check=True, timeout=60)
-        return float(read_line(receiving, 60))
+        assert read_line(receiving, 300) == "ready\n"
+        lab.run([sys.executable, "-c", SEND, *words], sender, "/", check=True, timeout=300)
+        return float(read_line(receiving, 300))
 
 
 def test_slow(name: str) -> None:
@@ -578,12 +578,12 @@ def test_no_orphans(lab: Lab, tmp_path: Path) -> None:
 
     for job in jobs:
         lab.wait_for_job(job, "RUNNING")
-        wait_until(lambda job=job: len(sleeping(job)) >= 3, 30, f"three sleeps of job {job}")
+        wait_until(lambda job=job: len(sleeping(job)) >= 3, 300, f"three sleeps of job {job}")
     faults.timelimit(lab, jobs[0])
     lab.run(["scancel", jobs[1]])
     assert [lab.wait_for_job(job)["JobState"] for job in jobs] == ["COMPLETED", "CANCELLED"]
     for job in jobs:
-        wait_until(lambda job=job: not job_processes(lab, job), 30, f"the end of all processes of job {job}")
+        wait_until(lambda job=job: not job_processes(lab, job), 300, f"the end of all processes of job {job}")
     assert (tmp_path / f"{jobs[0]}.out").read_text().endswith("told\n")
 
 
@@ -630,19 +630,19 @@ def test_signals_reach_tasks_only(tracked: Lab, tmp_path: Path) -> None:
     reached = roles if tracked.tracking == "linuxproc" else {"task"}  # so this test can fail
     job = submit(tracked, LISTENERS, tmp_path, "--nodes=2")
     everyone = {f"{part}-{role}" for part in ("batch", "step") for role in roles}
-    wait_until(lambda: lines(tmp_path / "ready") == everyone, 30, "everyone who listens")
+    wait_until(lambda: lines(tmp_path / "ready") == everyone, 300, "everyone who listens")
     faults.timelimit(tracked, job)
     expected = {"batch-task"}  # whatever the mode: --batch is for the shell alone
-    wait_until(lambda: expected <= lines(told), 30, "USR1 in the batch shell")
+    wait_until(lambda: expected <= lines(told), 300, "USR1 in the batch shell")
     tracked.run(["scancel", "--signal=USR1", job], check=True)
     expected |= {f"step-{role}" for role in reached}
-    wait_until(lambda: expected <= lines(told), 30, "USR1 in the step")
+    wait_until(lambda: expected <= lines(told), 300, "USR1 in the step")
     (tmp_path / "ask").touch()
-    wait_until(lambda: lines(tmp_path / "answered") == everyone, 30, "an answer of everyone")
+    wait_until(lambda: lines(tmp_path / "answered") == everyone, 300, "an answer of everyone")
     assert lines(told) == expected
     tracked.run(["scancel", job], check=True)
     assert tracked.wait_for_job(job)["JobState"] == "CANCELLED"
-    wait_until(lambda: not job_processes(tracked, job), 30, "the end of all processes")
+    wait_until(lambda: not job_processes(tracked, job), 300, "the end of all processes")
 
 
 def test_suspended_job_ends_with_its_lab(tracked: Lab, tmp_path: Path) -> None:
@@ -651,17 +651,17 @@ def test_suspended_job_ends_with_its_lab(tracked: Lab, tmp_path: Path) -> None:
     suspended, other = (submit(tracked, script, tmp_path, f"--job-name={name}") for name in ("suspended", "other"))
     for job, name in ((suspended, "suspended"), (other, "other")):
         tracked.wait_for_job(job, "RUNNING")
-        wait_until((tmp_path / name).exists, 30, f"the first line of job {name}")
+        wait_until((tmp_path / name).exists, 300, f"the first line of job {name}")
     tracked.run(["scontrol", "suspend", suspended], user="root", check=True)
     tracked.wait_for_job(suspended, "SUSPENDED")
 
     def written_meanwhile() -> int:
         """Return how many bytes the suspended job has written while the other one has written five lines."""
         before, enough = (tmp_path / "suspended").stat().st_size, (tmp_path / "other").stat().st_size + 15
-        wait_until(lambda: (tmp_path / "other").stat().st_size >= enough, 30, "five lines of the other job")
+        wait_until(lambda: (tmp_path / "other").stat().st_size >= enough, 300, "five lines of the other job")
         return (tmp_path / "suspended").stat().st_size - before
 
-    wait_until(lambda: not written_meanwhile(), 30, "the end of its writing")  # SLURM calls it suspended before it is
+    wait_until(lambda: not written_meanwhile(), 300, "the end of its writing")  # SLURM calls it suspended before it is
     assert not written_meanwhile()
     assert tracked.down()
     assert not traces(tracked.folder.name.removeprefix("slurm-lab-"))
@@ -735,7 +735,7 @@ def test_home_folder(name: str, tmp_path: Path, option: str) -> None:
         os.chown(path, 4242, 4242)
     line = ["unshare", "--mount", "sh", "-ec", DEVELOPER, sys.executable, name, option]
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(line, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(line, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     step, then, root = done.stdout.splitlines()
     home = str(tmp_path / "real") if option else f"/tmp/slurm-lab-{name}/home"
@@ -754,7 +754,7 @@ def test_user_by_name(name: str, tmp_path: Path) -> None:
     os.chown(tmp_path, 12345, 12345)  # nobody's number: the owner gets a name inside
     for words, user in ([], "lab-student 12345"), (["--user", "root"], "root 0"), (["--user", "daemon"], "daemon 1"):
         line = [sys.executable, "-m", "lab", "up", "--name", name, "--nodes", "1", *words]
-        subprocess.run(line, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+        subprocess.run(line, cwd=tmp_path, check=True, capture_output=True, timeout=300)
         assert Lab.find(name).run(["sh", "-c", "echo $(id -un) $(id -u)"], cwd="/").stdout == f"{user}\n"
         assert f"user: {user.split()[0]} " in command("status", "--name", name).stdout
         assert Path(Lab.find(name).home).is_relative_to(Lab.find(name).folder)
@@ -800,7 +800,7 @@ for file in passwd group hosts nsswitch.conf; do cp "/etc/$file" /etc/new && mv 
 def test_packages_are_installed_meanwhile(name: str) -> None:
     """A running lab keeps its user and its names when files of the machine's /etc, here a copy, are replaced."""
     line = ["unshare", "--mount", "sh", "-ec", REPLACE, sys.executable, name]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert "lab-student\n10.210.0.254" in done.stdout, done.stdout + done.stderr
 
 
@@ -851,7 +851,7 @@ def test_accounting(name: str, tmp_path: Path) -> None:
             words = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=Account,State"]
             return lab.run([*words, *options], cwd="/", check=True).stdout.split()
 
-        wait_until(lambda: states() == ["lab|COMPLETED"], 30, "the end of the job in the database")
+        wait_until(lambda: states() == ["lab|COMPLETED"], 300, "the end of the job in the database")
         assert states("--duplicates") == ["lab|REQUEUED", "lab|COMPLETED"]
         if shutil.which("seff"):  # part of SLURM's sources that Debian does not package
             assert "State: COMPLETED" in lab.run(["seff", job], cwd="/", check=True).stdout
@@ -863,7 +863,7 @@ def test_accounting(name: str, tmp_path: Path) -> None:
         failing = submit(lab, f'srun {sys.executable} -c "{hold}"; exit 3', tmp_path, "--output=/dev/null")
         lab.wait_for_job(failing, "RUNNING")
         ask = ["sstat", "--noheader", "--format=MaxRSS", f"--jobs={failing}.0"]
-        wait_until(lambda: memory(lab.run(ask, cwd="/").stdout) > 200 << 10, 60, "the step's memory", pause=1)
+        wait_until(lambda: memory(lab.run(ask, cwd="/").stdout) > 200 << 10, 300, "the step's memory", pause=1)
         end.touch()
         assert lab.wait_for_job(failing)["JobState"] == "FAILED"
         words = line.replace("JOBID ", f"{failing} ", 1).split()
@@ -872,7 +872,7 @@ def test_accounting(name: str, tmp_path: Path) -> None:
             shown = lab.run([*words, "--noheader", "--parsable2"], cwd="/", check=True).stdout
             return {cells[0]: cells[1:] for cells in (row.split("|") for row in shown.splitlines())}
 
-        wait_until(lambda: rows().get(failing, [""])[0] == "FAILED", 30, "the end of the job in the database")
+        wait_until(lambda: rows().get(failing, [""])[0] == "FAILED", 300, "the end of the job in the database")
         (state, elapsed, _, status), step = rows()[failing], rows()[f"{failing}.0"]
         assert (state, status) == ("FAILED", "3:0") and re.fullmatch(r"\d\d:\d\d:\d\d", elapsed)
         assert step[0] == "COMPLETED" and memory(step[2]) > 200 << 10 and step[3] == "0:0"
@@ -914,7 +914,7 @@ def test_tree_refused(tmp_path: Path) -> None:
     def refused(folder: Path, *words: str) -> str:
         line = [sys.executable, "-m", "lab", "tree", "--trees", str(tmp_path / "trees"), *words]
         variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(line, cwd=folder, env=variables, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(line, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
         return done.stderr
 
@@ -1006,7 +1006,7 @@ def test_links_in_a_tree(tmp_path: Path) -> None:
         (inside / "etc" / file).symlink_to(outside / file)
     (inside / "old").symlink_to(outside)
     line = [sys.executable, "-c", ENTER, str(inside)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout == "['dev', 'etc', 'old', 'proc', 'run', 'sys'] /etc\n", done.stderr
     assert {path.read_text() for path in outside.iterdir()} == {"the machine's"}
     assert (inside / "etc/hosts").read_bytes() == Path("/etc/hosts").read_bytes()

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.launchers import EXAMPLES, ROOT
+from harness.launchers import EXAMPLES, LAUNCHERS, MINIMAL, ROOT
 from harness.processes import finish
+from harness.sessions import KINDS
 
 
 def run_pytest(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -17,7 +18,7 @@ def run_pytest(*words: str | Path, **variables: str) -> subprocess.CompletedProc
     settings = ["-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider", "-q"]
     environment = {name: value for name, value in os.environ.items() if name != "CI"} | variables
     command = [sys.executable, "-m", "pytest", *settings, *words]
-    return finish(command, 120, cwd=ROOT, env=environment)
+    return finish(command, 300, cwd=ROOT, env=environment)
 
 
 def run_file(path: Path, text: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -91,3 +92,26 @@ def test_matrix() -> None:
     assert rows["slurm/test_run_slurm.py::test_refused"] == dict.fromkeys(EXAMPLES, "J") | {"repo": "."}
     of_none = {tuple(cells.items()) for name, cells in rows.items() if name.startswith("repo/")}
     assert of_none == {tuple((dict.fromkeys(EXAMPLES, ".") | {"repo": "r"}).items())}
+
+
+def collected(kind: str, *paths: str) -> set[tuple[str, str]]:
+    """Return the tests of all examples with marks that pytest would run: names, and the parameters of each."""
+    done = run_pytest("--collect-only", "-m", kind, *(f"--example={name}" for name in EXAMPLES), *paths)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return set(re.findall(r"^tests/.*::(\w+)\[(.*)\]$", done.stdout, re.MULTILINE))
+
+
+def test_smoke_and_checks() -> None:
+    """Smoke and checks together are all tests of examples that are neither jobs nor weekly, and none is in both.
+
+    Smoke's are in the files that it reads, and it has for each example what the front page promises.
+    """
+    smoke, checks = (collected(KINDS[kind].marks, *KINDS[kind].paths) for kind in ("smoke", "checks"))
+    assert smoke | checks == collected("not slurm and not weekly and not gpu", "tests") and not smoke & checks
+    assert smoke == collected("smoke", "tests")
+    expected = {(test, name) for test in ("test_default_run", "test_readme_and_requirements") for name in EXAMPLES}
+    expected |= {("test_same_bits_as_train", name) for name in MINIMAL}
+    alike = [name for name in EXAMPLES if LAUNCHERS[name].convnet and LAUNCHERS[name].pytorch and name != "ddp_spawn"]
+    expected |= {("test_same_bits_as_ddp_spawn", name) for name in alike}
+    expected |= {("test_killed_and_resumed", name) for name in ("ddp_spawn", "torchrun_multinode")}
+    assert smoke == expected

@@ -52,7 +52,8 @@ def test_no_time_left(tmp_path: Path) -> None:
     step = Step("late", "late", 100, 60, ("late",), run=lambda limit: pytest.fail("it was begun"))
     (row,) = gpu_steps.carry_out(step, time.monotonic() + 30)
     assert row["state"] == LEFT_OUT
-    assert re.fullmatch(r"time was up: it needs 60 s, and (29|30) s were left", row["reason"])
+    left = re.fullmatch(r"time was up: it needs 60 s, and (\d+) s were left", row["reason"])
+    assert 0 < int(left[1]) <= 30
 
 
 @pytest.mark.parametrize(
@@ -379,11 +380,11 @@ def test_killed(number: signal.Signals, tmp_path: Path) -> None:
     options: dict[str, Any] = {"cwd": ROOT, "env": os.environ | {"TMPDIR": str(tmp_path)}, "stdout": subprocess.DEVNULL}
     with subprocess.Popen(command, **options) as run:
         try:
-            wait_until(lambda: path.exists() and "ddp_spawn ConvNet" in path.read_text(), 60, "the plan")
+            wait_until(lambda: path.exists() and "ddp_spawn ConvNet" in path.read_text(), 300, "the plan")
             wait_until(lambda: '"name": "ddp_spawn ConvNet bf16"' in path.read_text(), 400, "a figure")
-            wait_until(lambda: len(list(out.glob("*ConvNet*.log"))) > 1, 100, "the next figure")
+            wait_until(lambda: len(list(out.glob("*ConvNet*.log"))) > 1, 300, "the next figure")
             run.send_signal(number)
-            run.wait(60)
+            run.wait(300)
         finally:
             run.kill()
             left = marked(tmp_path)

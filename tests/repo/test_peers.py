@@ -56,7 +56,7 @@ def git(folder: Path, *words: str) -> str:
     """Run git as somebody, and return what it has printed."""
     who = ["-c", "user.name=Somebody", "-c", "user.email=somebody@example.org"]
     line = ["git", *who, "-C", str(folder), *words]
-    return subprocess.run(line, check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(line, check=True, capture_output=True, text=True, timeout=300).stdout
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_clock_in_a_loop() -> None:
     args = Mock(epochs=3, processes=2)
     for rank, times in ((0, 6), (1, 0)):
         done = subprocess.run([sys.executable, "-c", script.replace("rank, steps = 0", f"rank, steps = {rank}")],
-                              capture_output=True, text=True, check=True, timeout=60)  # fmt: skip
+                              capture_output=True, text=True, check=True, timeout=300)  # fmt: skip
         ticks = re.findall(r"clock: ([\d.]+) (\d+) samples", done.stdout)
         assert len(ticks) == times and {size for _, size in ticks} <= {"40"}
         if ticks:

@@ -84,6 +84,6 @@ def test_address_before_a_port(
         thread = threading.Thread(target=server.handle_request, daemon=True)
         thread.start()
         assert ours.ask("api", "").decode() == f"{shown}:{ours.port}"
-        thread.join(60)
+        thread.join(300)
     serve.write_connect(ours)
     assert f"-L 8888:{shown}:{ours.port} " in (tmp_path / "connect.txt").read_text()

@@ -35,7 +35,7 @@ def run_script(folder: Path, script: str, variables: dict[str, str]) -> subproce
     """Run a script of bash with these variables."""
     environment = clean_environment() | variables
     return subprocess.run(
-        ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+        ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
 
 

@@ -72,7 +72,7 @@ def ssh(lab: Lab, tmp_path: Path) -> Iterator[None]:
     keys.mkdir()
     for name in ("host", "user"):
         words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)]
-        subprocess.run(words, check=True, timeout=60)
+        subprocess.run(words, check=True, timeout=300)
     own = Path(lab.home, ".ssh")
     lab.run(["mkdir", "-p", str(own)], cwd="/", check=True)
     settings = f"IdentityFile {own}/user\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"

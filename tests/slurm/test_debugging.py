@@ -120,10 +120,10 @@ def tunnel(lab: Lab, command: str, local: int) -> Iterator[None]:
     with running(lab.command(command.split(), HEAD, "/"), **PIPES) as process:
 
         def forwarded() -> bool:
-            assert process.poll() is None, process.communicate(timeout=60)[0]
+            assert process.poll() is None, process.communicate(timeout=300)[0]
             return local in ports(lab, HEAD)  # not by connecting: debugpy may miss an editor that comes just after that
 
-        wait_until(forwarded, 30, command, pause=1)
+        wait_until(forwarded, 300, command, pause=1)
         yield
 
 
@@ -178,11 +178,11 @@ def test_tensorboard(example: str, lab: Lab, ssh: None, tmp_path: Path) -> None:
     with running(lab.command(line.split(), HEAD, hand_over(tmp_path)), **PIPES) as process:
         text = ""
         while "ssh -N" not in text:
-            text += read_line(process, 120)
+            text += read_line(process, 300)
         command, local, port = readme.tunnel(text)
         assert local == 6006 and ports(lab) == {port: LOOPBACK}
         assert_closed_to_others(lab, port, "runs")
         with tunnel(lab, command, local):
             found = partial(ask, lab, lab.uid, HEAD, "127.0.0.1", local, "runs")
-            wait_until(lambda: '["run"]' in found(), 60, "the run", pause=1)
-    wait_until(lambda: not lab.run(["squeue", "--noheader"], HEAD, "/").stdout, 60, "the end of srun's job", pause=1)
+            wait_until(lambda: '["run"]' in found(), 300, "the run", pause=1)
+    wait_until(lambda: not lab.run(["squeue", "--noheader"], HEAD, "/").stdout, 300, "the end of srun's job", pause=1)

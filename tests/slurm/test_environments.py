@@ -50,7 +50,7 @@ def test_site_module(
     module = write_module(tmp_path / "module")
     folder = copy_example(source, tmp_path / example)
     make = "module load pytorch && python -m venv --system-site-packages --without-pip .venv"
-    subprocess.run(["bash", "-ec", make], cwd=folder, env=os.environ | module, check=True, timeout=120)
+    subprocess.run(["bash", "-ec", make], cwd=folder, env=os.environ | module, check=True, timeout=300)
     edits.edit(folder / "run.slurm", "# module load pytorch  ", "module load pytorch  ")
     note = "print('uses', torch.__version__, __import__('sys').prefix)\n"
     edits.edit(folder / "train.py", "\nimport torch\n", f"\nimport torch\n{note}")

@@ -48,7 +48,7 @@ def disk(session_folder: Path) -> Iterator[Path]:
         pytest.skip(reason)
     path = session_folder / f"disk{os.getpid()}"
     path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512m", "tmpfs", path], check=True, timeout=60)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512m", "tmpfs", path], check=True, timeout=300)
     # It waits for the end of its input, and so of this process, however that ends; Ctrl-C is for this one alone.
     unmount = ["sh", "-c", 'cat; umount --lazy "$0"', str(path)]
     with subprocess.Popen(unmount, stdin=subprocess.PIPE, cwd="/", start_new_session=True) as after:
@@ -83,7 +83,7 @@ def kill_all(job: Job) -> None:
 def fill(job: Job) -> None:
     """Fill the disk that the job writes to."""
     words = ["dd", "if=/dev/zero", f"of={job.output.parent / 'full'}", "bs=64k"]
-    done = subprocess.run(words, capture_output=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, timeout=300)
     assert b"No space left" in done.stderr
 
 
@@ -99,8 +99,9 @@ def remove_output(job: Job) -> None:
 
 def truncate(job: Job) -> None:
     """End the job, cut its checkpoint in half, and start it again."""
+    since = time.time()
     kill_all(job)
-    assert_failed(job)
+    assert_failed(job, since)
     for path in job.output.glob(LAUNCHERS[job.name].checkpoint):
         os.truncate(path, path.stat().st_size // 2)
     faults.requeue(job.lab, job.id)
@@ -230,20 +231,18 @@ def test_fault(
     saved, shards = LAUNCHERS[example].checkpoint.split("/")[0], "/" in LAUNCHERS[example].checkpoint
     saved += "/run.json" * shards  # which is there when all shards are
     wait_until(lambda: [*job.output.glob(saved)], 300, "the checkpoint")
-    start, before = time.monotonic(), len(job.log)
+    since, before = time.time(), len(job.log)
     row.inflict(job)
     outcome = expected(fault, example)
     going_on = outcome is Outcome.RECOVERS
     if outcome is Outcome.EITHER:
         running = ("RUNNING", "COMPLETING")
-        wait_until(lambda: job.shown["JobState"] not in running, 60, "what SLURM makes of it", ASK_SLURM)
+        wait_until(lambda: job.shown["JobState"] not in running, 300, "what SLURM makes of it", ASK_SLURM)
         going_on = not job.ended
     if not going_on:
         again = LAUNCHERS[example].job_recovers or fault == "checkpoint truncated"
-        within = 150 if again else 60  # 60 s, or the time of another start, beside other jobs
-        assert_failed(job, within)
+        assert_failed(job, since, 300 if again else 60)  # how long another start takes is no promise
         assert re.search(row.says, job.log[before:]), job.log
-        print(f"{fault}: failed {time.monotonic() - start:.0f} s later")
         row.repair(job)
         faults.requeue(fragile, job.id)
     assert_completed(job, EPOCHS, processes=None if row.elsewhere else 2)

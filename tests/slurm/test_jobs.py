@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -183,9 +184,10 @@ def preempt_and_kill(job: Job) -> None:
     faults.requeue(job.lab, job.id)
     wait_for_progress(job, starts=2)
     assert job.shown["Restarts"] == "1"
+    since = time.time()
     kill_worker(job)
     if not recovers:
-        assert_failed(job)
+        assert_failed(job, since)
         faults.requeue(job.lab, job.id)
     wait_for_progress(job, starts=3)
     assert job.shown["Restarts"] == str(1 + (not recovers))
@@ -242,8 +244,9 @@ def test_launcher_killed(
     """SIGKILL to the process that started the workers: the job fails; requeued, it ends with the same bits."""
     job = submit(lab, example, slowed(source, tmp_path / example, "2"), options=two_processes(source))
     job.wait_for_epoch(1)
+    since = time.time()
     os.kill(starters(job)[0], signal.SIGKILL)
-    assert_failed(job)
+    assert_failed(job, since)
     faults.requeue(lab, job.id)
     assert_completed(job, EPOCHS, processes=2)
     assert job.log.count(LAUNCHERS[example].first_line) == 2

@@ -85,7 +85,7 @@ def wait_for_samples(paths: list[Path]) -> None:
         return path.read_text().count("\n\n") if path.exists() else 0
 
     before = [count(path) for path in paths]
-    wait_until(lambda: all(count(path) > old + 2 for path, old in zip(paths, before, strict=True)), 60, f"{paths}")
+    wait_until(lambda: all(count(path) > old + 2 for path, old in zip(paths, before, strict=True)), 300, f"{paths}")
 
 
 @pytest.mark.runs("one")
@@ -245,8 +245,8 @@ def test_program_of_its_start(example: str, source: Path, lab: Lab, tmp_path: Pa
         file.write_text("VALUE = 1" if file.suffix == ".py" else "1")
     git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@example.org"]
     for words in ("init --quiet", "add --all", "commit --quiet --message=first"):
-        subprocess.run([*git, *words.split()], check=True, timeout=60)
-    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, timeout=60, capture_output=True, text=True).stdout
+        subprocess.run([*git, *words.split()], check=True, timeout=300)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, timeout=300, capture_output=True, text=True).stdout
     (folder / "package" / "part.py").write_text("VALUE = 1  # not committed")
     job = submit(lab, example, folder)
     wait_for_start(folder, job.id)

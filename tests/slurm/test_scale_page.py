@@ -54,10 +54,10 @@ def test_archive_on_each_node(example: str, source: Path, lab: Lab, tmp_path: Pa
     edits.apply_diff(folder / "run.slurm", diff)
     venv = tmp_path / "venv"
     base = Path(sys.executable).resolve()
-    subprocess.run([base, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
+    subprocess.run([base, "-m", "venv", "--without-pip", venv], check=True, timeout=300)
     (site,) = venv.glob("lib/python3*/site-packages")
     (site / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    subprocess.run(["tar", "-C", venv, "-cf", folder / "venv.tar", "."], check=True, timeout=60)
+    subprocess.run(["tar", "-C", venv, "-cf", folder / "venv.tar", "."], check=True, timeout=300)
     shutil.rmtree(venv)
     note = "print('uses', __import__('socket').gethostname(), __import__('sys').prefix)\n"
     edits.edit(folder / "train.py", "\nimport torch\n", f"\nimport torch\n{note}")

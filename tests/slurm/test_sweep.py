@@ -46,7 +46,7 @@ def test_eight_trials(example: str, source: Path, lab: Lab, tmp_path: Path) -> N
         return folder / "output" / example / f"trial-{number:03}"
 
     for task in (1, 2):
-        wait_until(lambda log=logs[task]: log.exists() and ", start 1:" in log.read_text(), 120, f"task {task}")
+        wait_until(lambda log=logs[task]: log.exists() and ", start 1:" in log.read_text(), 300, f"task {task}")
     assert {lab.job(f"{array}_{task}")["NodeList"] for task in (1, 2)} == {"node1", "node2"}
     lost = trial_of(2)
     wait_until((output(lost) / "checkpoint.pt").exists, 300, "an epoch of the task that is to be killed")

@@ -174,7 +174,7 @@ def test_long_evaluation(example: str, source: Path, lab: Lab, tmp_path: Path) -
     wait_until(lambda: (job.output / "evaluating").exists() or job.ended, 300, "the second evaluation")
     job.limit_time(180)
     faults.timelimit(lab, job.id)
-    job.wait_for_line("stopped by a signal after", seconds=100)
+    job.wait_for_line("stopped by a signal after")
     job.limit_time(3600)  # of the next start, too
     assert_stopped_once(job)
     run = outputs.read_run(job.output)
