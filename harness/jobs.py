@@ -2,10 +2,12 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -123,21 +125,27 @@ class Job:
         self.wait()
 
 
+def sbatch(line: str, options: Sequence[str], arguments: Sequence[str] = ()) -> list[str]:
+    """Return a page's line that submits a job, with more options and arguments; it prints nothing but the job's id."""
+    before, found, after = line.partition("sbatch ")
+    assert found, line
+    return ["bash", "-c", f"{before}sbatch {shlex.join(['--parsable', *options])} {after} {shlex.join(arguments)}"]
+
+
 def submit(
     lab: Lab,
     name: str,
     folder: Path,
     *arguments: str,
     options: tuple[str, ...] = (),
-    script: str = "run.slurm",
+    line: str = "sbatch run.slurm",
     **variables: str,
 ) -> Job:
-    """Run `sbatch [options] run.slurm [arguments]` in an example's folder, with the tests' own Python as its VENV.
+    """Run a page's line, with further options and arguments, in an example's folder, the tests' own Python as its VENV.
 
     The folder is handed over to the user who runs jobs. Whoever runs other commands in the lab has to do that before.
     """
-    words = ["sbatch", "--parsable", *options, script, *arguments]
-    done = lab.run(words, cwd=hand_over(folder, lab), env=SETTINGS | variables)
+    done = lab.run(sbatch(line, options, arguments), cwd=hand_over(folder, lab), env=SETTINGS | variables)
     assert done.returncode == 0, done.stderr
     return Job(lab, name, folder, done.stdout.strip())
 

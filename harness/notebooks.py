@@ -73,9 +73,9 @@ class Server:
         assert "refused" in self.ask(token=self.token)
 
 
-def start(lab: Lab, folder: Path, *options: str, **variables: str) -> Job:
-    """Submit a copy of jupyter/run.slurm."""
+def start(lab: Lab, folder: Path, *options: str, line: str = "sbatch run.slurm", **variables: str) -> Job:
+    """Submit a copy of jupyter/run.slurm, by a line of a page."""
     if not folder.exists():
         shutil.copytree(FOLDER, folder)
         shutil.copytree(ROOT / "plumbing", folder.parent / "plumbing", dirs_exist_ok=True)
-    return submit(lab, "jupyter", folder, options=options, **variables)
+    return submit(lab, "jupyter", folder, options=options, line=line, **variables)

@@ -20,8 +20,9 @@ def reference(example: str, shipped: Path, kept: Path) -> Reference:
 
     def make(folder: Path) -> list[Reference]:
         copy_example(shipped, folder)
-        local = " ".join(LAUNCHERS[example].command(2))
-        run = readme.run_block(readme.until(folder / "README.md", local), folder)
+        commands = readme.until(f"examples/{example}/README.md", "...train.py...")
+        assert commands[-1] == " ".join(LAUNCHERS[example].command(2)), "harness/launchers.py has another command"
+        run = readme.run_block(commands, folder)
         return [Reference(folder / "output", run.stdout, run.stderr, run.left)]
 
     return references(kept / f"reference-{example}", make)[0]

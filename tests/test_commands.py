@@ -1,160 +1,27 @@
-"""Every command in the bash blocks of a README or of docs/ names a test that runs it, or its comment what it needs.
+"""Every command in the bash blocks of a page is taken from it by a test, or run by .ci/run, or says what it needs.
 
-What is held here: each command is in the table, and the test that it names exists. That this test runs the command, be
-it with fewer epochs or a name for the lab, is for its reader to see: whoever changes a command has to look there.
+A test takes a command by `command`, `until` or `block` of harness/readme.py, and runs it, so that what is run is what
+the page says, but for the changes that stand beside the call. Here these calls are found in the code of the tests, and
+made: what they ask for must be a literal. That a test runs a line which it has taken and uses is for its reader to see.
 """
 
+import ast
+import contextlib
+import fnmatch
+import functools
 import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
-from harness import readme
-from harness.launchers import HOROVOD, LAUNCHERS, MINIMAL, ROOT, copy_example
+from harness import launchers, readme
+from harness.launchers import HOROVOD, LAUNCHERS, ROOT, copy_example
 
 NEEDS = re.compile(r"# needs (the internet|a cluster|a GPU)\b")
-LAB, HOROVOD_JOBS = "repo/test_lab.py::", "slurm/test_horovod_cpu_jobs.py::"
-PREFLIGHT, MODEL = "repo/test_preflight.py::test_", "repo/test_step_model.py::test_"
-LARGE = "test_large_data.py::test_"
-PINS, MINIMAL_PY = "repo/test_pins.py::test_command", "test_minimal.py::test_same_bits_as_train"
-NOTEBOOKS, ADDING = "slurm/test_jupyter.py::", "repo/test_adding_an_example.py::test_added"
-DEBUGGING = "slurm/test_debugging.py::test_"
-APT = "sudo apt-get install --no-install-recommends slurm-wlm munge iproute2 openmpi-bin libpmix-dev"
-RUN_BY = {  # document: command: the test that runs it, or the file that does
-    "README.md": {
-        'python3 -m venv .venv && .venv/bin/pip install -q "nox[uv]" && .venv/bin/nox -s train': "../.ci/run",
-        'python3 -m venv .venv && .venv/bin/pip install -q "nox[uv]" && .venv/bin/nox -s smoke': "../.ci/run",
-        "cp -r examples/ddp_spawn ~/project": "test_commands.py::test_copy_one_out",
-        "cd ~/project": "test_commands.py::test_copy_one_out",
-        "python3 -m venv .venv && source .venv/bin/activate && pip install -r requirements.txt": (
-            "test_commands.py::test_copy_one_out"
-        ),
-        "python train.py --processes 2": "../harness/reference.py::reference",
-        "python train.py --dataset fashion_mnist --data-dir data": "test_data_files.py::test_trains_on_idx_files",
-        "cd preflight && VENV=~/project/.venv sbatch run.slurm": PREFLIGHT + "healthy",
-        "VENV=~/project/.venv sbatch run.slurm": NOTEBOOKS + "test_only_for_its_owner",
-        "sudo python3 -m lab up --nodes 2": LAB + "test_from_nothing_to_a_job",
-        "sudo python3 -m lab run --chdir examples/ddp_spawn -- sbatch run.slurm": LAB + "test_from_nothing_to_a_job",
-        "sudo python3 -m lab down": LAB + "test_from_nothing_to_a_job",
-    },
-    "docs/environments.md": {
-        "python3 -m venv .venv": "test_environments.py::test_without_internet",
-        ".venv/bin/pip install --no-index --find-links wheels --requirement requirements.txt": (
-            "test_environments.py::test_without_internet"
-        ),
-        "source .venv/bin/activate && bash install.sh wheels/horovod-0.28.1.tar.gz": (
-            "test_environments.py::test_without_internet"
-        ),
-    },
-    "docs/out-of-memory.md": {
-        "python -m benchmarks.largest_batch ddp_spawn --limit 1200": "test_largest_batch.py::test_on_the_cpu",
-    },
-    "docs/scale.md": {
-        "python -m studies.step_model": MODEL + "page",
-        "python -m studies.step_model --parts 7B --nodes 1 64 1000": MODEL + "page",
-        "python -m studies.step_model --cluster ethernet --nodes 1 2 8 64 1000": MODEL + "page",
-        "python -m studies.step_model --published": MODEL + "page",
-        "torchrun --nproc-per-node=2 -m studies.step_model --measure here.json": MODEL + "own_figures",
-        "python -m studies.step_model --cluster here.json": MODEL + "own_figures",
-    },
-    "docs/horovod.md": {
-        "HOROVOD_TIMELINE=timeline.json "
-        "horovodrun --gloo -np 2 python train.py --epochs 1 --output-dir output/timeline": (
-            "test_horovod_switches.py::test_timeline"
-        ),
-        "viewer/bin/tensorboard --logdir output/profile": "test_horovod_tensorflow.py::test_profile_in_tensorboard",
-    },
-    "docs/sweeps.md": {
-        "cd sweep": "slurm/test_sweep.py::test_eight_trials",
-        "VENV=../examples/torchrun_multinode/.venv sbatch --array=1-2 sweep.slurm torchrun_multinode "
-        "--vary lr=log:1e-4:1 --vary batch-size=32,64 --trials 8 --startup 3 --warmup 1 -- --epochs 3": (
-            "slurm/test_sweep.py::test_eight_trials"
-        ),
-        "../examples/torchrun_multinode/.venv/bin/python sweep.py show output/torchrun_multinode": (
-            "slurm/test_sweep.py::test_eight_trials"
-        ),
-    },
-    "docs/using-the-model.md": {
-        "python hugging_face.py export --output-dir output --folder gpt": "test_fsdp.py::test_hugging_face",
-        "python hugging_face.py import --output-dir imported --folder gpt": "test_fsdp.py::test_hugging_face",
-        "torchrun --standalone --nproc-per-node=2 predict.py --images images/val": "test_predict.py::test_predictions",
-    },
-    "docs/debugging.md": {
-        "cp jupyter/owner_only.py ~/project": DEBUGGING + "debugger",
-        "cd ~/project": DEBUGGING + "debugger",
-        "SCRIPT=owner_only.py sbatch run.slurm --epochs 1 --timeout 3600": DEBUGGING + "debugger",
-        "srun --cpus-per-task=2 --time=02:00:00 .venv/bin/python owner_only.py tensorboard --logdir output": (
-            DEBUGGING + "tensorboard"
-        ),
-    },
-    "docs/large-data.md": {
-        "python write_tokens.py model text.txt tokens.bin": LARGE + "mapped_tokens",
-        "torchrun --standalone --nproc-per-node=2 train.py --text-file tokens.bin": LARGE + "mapped_tokens",
-        "mkdir tars": LARGE + "several_tars",
-        "for class in $(ls images/train); do tar -cf tars/$class.tar images/train/$class images/val/$class; done": LARGE
-        + "several_tars",
-        "torchrun --standalone --nproc-per-node=2 train.py --data-dir tars": LARGE + "order_of_several_tars",
-    },
-    "preflight/README.md": {
-        "VENV=~/project/.venv sbatch run.slurm": PREFLIGHT + "healthy",
-        "VENV=~/project/.venv sbatch run.slurm --pattern per-process": PREFLIGHT + "per_process",
-        "IMAGE=~/project/example.sif sbatch run.slurm": PREFLIGHT + "image",
-    },
-    "jupyter/README.md": {
-        "VENV=../examples/ddp_spawn/.venv sbatch run.slurm": NOTEBOOKS + "test_only_for_its_owner",
-        "cat jupyter-*.out": NOTEBOOKS + "test_only_for_its_owner",
-        "apptainer exec example.sif python3 -m venv --system-site-packages .venv": (
-            "slurm/test_containers.py::test_notebook"
-        ),
-        "IMAGE=example.sif sbatch run.slurm": "slurm/test_containers.py::test_notebook",
-    },
-    "runs/README.md": {
-        "python usage.py ~/project/output/1234": "test_results.py::test_what_a_run_has_used",
-        "python REPOSITORY/runs/export.py output --to tensorboard --store output/tensorboard": (
-            "test_export.py::test_tensorboard"
-        ),
-        "python REPOSITORY/runs/export.py output --to mlflow --store output/mlflow": (
-            "test_export.py::test_mlflow_and_wandb"
-        ),
-        "python REPOSITORY/runs/export.py output --to wandb --store output/wandb": (
-            "test_export.py::test_mlflow_and_wandb"
-        ),
-    },
-    "CONTRIBUTING.md": {
-        'python3 -m venv .venv && .venv/bin/pip install -q "nox[uv]" && .venv/bin/nox -s smoke': "../.ci/run",
-        "cp -r examples/torchrun_multinode examples/NAME": ADDING,
-        "sed -i 's/torchrun_multinode/NAME/' examples/NAME/run.slurm examples/NAME/README.md": ADDING,
-        "nox -s sync": ADDING,
-        "ruff check .": ADDING,
-        'pytest -m "repo and not weekly" tests/test_commands.py tests/repo/test_{repository,form,pictures}.py': ADDING,
-    },
-    "docs/dev/pins.md": {
-        "uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate "
-        '--no-emit-package setuptools --no-emit-package wheel --custom-compile-command "see docs/dev/pins.md" '
-        "--output-file tests/constraints.txt examples/*/requirements.txt tests/requirements*.txt "
-        "benchmarks/requirements-peers.txt": PINS,
-    },
-    "examples/deepspeed/README.md": {
-        "deepspeed --num_gpus 2 --master_port 29501 train.py --deepspeed --deepspeed_config ds_config.json "
-        "--output-dir output/own": "test_deepspeed.py::test_stage_1_and_its_own_launcher",
-        "sbatch run.slurm --zero-stage 3": "slurm/test_deepspeed_jobs.py::test_stage_3_on_two_nodes",
-    },
-    "examples/fsdp/README.md": {"python sample.py": "test_fsdp.py::test_metrics_and_sample"},
-    "examples/horovod_cpu/README.md": {
-        "NP=4 OMP_NUM_THREADS=2 bash more/mpirun_local.sh more/train_lm.py": (
-            "test_horovod_cpu.py::test_mpirun_with_four_processes"
-        ),
-        'SCRIPT=more/train_lm.py sbatch run.slurm --text-file "$PWD/book.txt"': (
-            HOROVOD_JOBS + "test_language_model_and_staged_images"
-        ),
-        "STAGE=1 DATA_DIR=data sbatch run.slurm --dataset mnist": (
-            HOROVOD_JOBS + "test_language_model_and_staged_images"
-        ),
-        "salloc --nodes=2 --ntasks-per-node=2 --cpus-per-task=2": HOROVOD_JOBS + "test_in_an_allocation",
-        "SLURM_PMIX_FENCE=ring srun --mpi=pmix --cpus-per-task=2 python train.py --epochs 2": HOROVOD_JOBS
-        + "test_in_an_allocation",
-    },
-}
+SOURCES = tuple(path.read_text() for room in ("tests", "harness") for path in (ROOT / room).rglob("*.py"))
+DOCUMENTS = [str(path.relative_to(ROOT)) for path in readme.DOCUMENTS]
 
 
 def packages() -> list[str]:
@@ -168,63 +35,104 @@ def test_packages_are_named() -> None:
     text = "".join((ROOT / name / "README.md").read_text() for name in ("", "lab/"))
     named = " ".join(re.findall(r"apt-get install ([^`\n]+)", text)).split()
     assert packages() and not set(packages()).difference(named)
+    assert set(readme.command("lab/README.md", "sudo apt-get install ...").split()[4:]) <= set(packages())
 
 
-def run_by(file: str) -> dict[str, str]:
-    """Return what runs each command of a document."""
-    table = dict(RUN_BY.get(file, {}))
-    if file == "lab/README.md":
-        first, *others = readme.blocks(ROOT / file)
-        table = {command: LAB + "test_readme" for block in others for command in block}
-        table |= dict.fromkeys(first, LAB + "test_from_nothing_to_a_job") | {APT: "../.ci/run"}
-    if file.startswith("examples/"):
-        local = " ".join(LAUNCHERS[Path(file).parent.name].command(2))
-        table |= dict.fromkeys(readme.until(ROOT / file, local), "../harness/reference.py::reference")
-        if Path(file).parent.name in HOROVOD:
-            table["LAUNCH=gloo sbatch run.slurm"] = "slurm/test_jobs.py::test_gloo_instead_of_mpi"
-        if not any(command.startswith("sbatch") for command in table):
-            table["sbatch run.slurm"] = "slurm/conftest.py::reference_job"
-        commands = [command for block in readme.blocks(ROOT / file) for command in block]
-        table |= {command: MINIMAL_PY for command in commands if command.endswith(" minimal.py")}
-        if Path(file).parent.name in MINIMAL:
-            table["sbatch minimal.slurm"] = "slurm/test_minimal_jobs.py::test_minimal_job"
-    return table
+def used(sources: Iterable[str]) -> Iterator[ast.stmt]:
+    """Yield the tests in these texts, and each function, class and value there whose name they use, if only by others.
+
+    Of several with one name all are meant.
+    """
+    named = defaultdict(list)
+    for node in (node for text in sources for node in ast.parse(text).body):
+        names = [node] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else getattr(node, "targets", [])
+        for name in names:
+            named[getattr(name, "name", ast.unparse(name))].append(node)
+    left = {name for name in named if name.startswith("test_")}
+    while left:
+        nodes = [node for name in left for node in named.pop(name)]
+        yield from nodes
+        words = {getattr(part, kind, "") for node in nodes for part in ast.walk(node) for kind in ("id", "attr", "arg")}
+        left = words & named.keys()
 
 
-@pytest.mark.parametrize("file", [str(path.relative_to(ROOT)) for path in readme.DOCUMENTS])
-def test_every_command(file: str) -> None:
-    """Each command has a test that exists, or a mark; and what is in the table is in the document."""
-    commands = {command: comment for block in readme.blocks(ROOT / file) for command, comment in block.items()}
-    tests = run_by(file)
-    assert set(tests) == {command for command, comment in commands.items() if not NEEDS.search(f"# {comment}")}
-    for command, test in tests.items():
-        path, _, name = test.partition("::")
-        if name:
-            text = (ROOT / "tests" / path).read_text()
-            assert re.search(rf"^ *def {name}\(", text, re.MULTILINE), f"{command}: no {test}"
-            assert "sbatch" not in command or path.startswith(("slurm/", "repo/")), f"{command}: {test} submits nothing"
-        elif command == APT:
-            assert set(command.split()[4:]) <= set(packages())
-        else:
-            text = (ROOT / "tests" / path).read_text()
-            assert re.search(re.search("grep -E -- '(.*)' README.md", text)[1], command)
-    languages = re.findall(r"^```(.+)$", (ROOT / file).read_text(), re.MULTILINE)
+def examples(node: ast.stmt) -> list[str]:
+    """Return the examples with which a test runs, by its mark `only`: without that, and if it is no test, all."""
+    marks = [mark for mark in getattr(node, "decorator_list", []) if ast.unparse(mark).startswith("pytest.mark.only(")]
+    return eval(f"[{', '.join(map(ast.unparse, marks[0].args))}]", vars(launchers)) if marks else [*LAUNCHERS]
+
+
+@functools.cache
+def taken(sources: tuple[str, ...]) -> set[tuple[str, str]]:
+    """Return each command that the tests in these texts take, after its document; fail if there is none to take."""
+    found = set()
+    for node in used(sources):
+        unused = {part.value for part in ast.walk(node) if isinstance(part, ast.Expr)}
+        for call in (part for part in ast.walk(node) if isinstance(part, ast.Call) and part not in unused):
+            room, _, function = ast.unparse(call.func).partition(".")
+            if room != "readme" or function not in ("command", "until", "block"):
+                continue
+            names = {eval(ast.unparse(call.args[0]), {"example": name}) for name in examples(node)}
+            there = set()
+            for document in (name for name in DOCUMENTS if any(fnmatch.fnmatchcase(name, one) for one in names)):
+                with contextlib.suppress(AssertionError):
+                    lines = getattr(readme, function)(document, ast.literal_eval(call.args[1]))
+                    there |= {(document, line) for line in ([lines] if isinstance(lines, str) else lines)}
+            assert there, f"{ast.unparse(call)}: no such command"
+            changes = [ast.literal_eval(key) for literal in call.args[2:] for key in getattr(literal, "keys", [])]
+            assert all(old in line for old in changes for _, line in there), f"{there} has not all of {changes}"
+            found |= there
+    return found
+
+
+def lacking(document: str, sources: tuple[str, ...] = SOURCES) -> set[str]:
+    """Return the commands of a document that have no mark, and that neither .ci/run nor a test in these texts runs."""
+    commands = {command: comment for block in readme.blocks(ROOT / document) for command, comment in block.items()}
+    unmarked = {command for command, comment in commands.items() if not NEEDS.search(f"# {comment}")}
+    pattern = re.search("grep -E -- '(.*)' README.md", (ROOT / ".ci" / "run").read_text())[1]
+    by_ci_run = {line for line in (ROOT / "README.md").read_text().splitlines() if re.search(pattern, line)}
+    return unmarked - by_ci_run - {command for name, command in taken(sources) if name == document}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_command(document: str) -> None:
+    """Each command is run by .ci/run, taken by a test, or marked."""
+    assert not lacking(document), "no test takes it from the page, see harness/readme.py"
+    languages = re.findall(r"^```(.+)$", (ROOT / document).read_text(), re.MULTILINE)
     assert set(languages) <= {"bash", "python", "diff", "mermaid"}, "a fence whose commands are not looked at"
 
 
-@pytest.mark.parametrize(
-    ("file", "command"),
-    [("README.md", "cd ~/project"), ("examples/deepspeed/README.md", "sbatch run.slurm --zero-stage 3")],
-)
-def test_a_command_without_a_test(file: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that the table lacks, and one whose test does not exist, are each noticed."""
-    assert {ROOT / file, *(ROOT / "docs").glob("*.md")} <= set(readme.DOCUMENTS)
-    table = RUN_BY[file]
-    gone = {name: test for name, test in table.items() if name != command}
-    for changed in ({**table, command: "test_commands.py::test_gone"}, gone):
-        monkeypatch.setitem(RUN_BY, file, changed)
-        with pytest.raises(AssertionError):
-            test_every_command(file)
+def test_a_command_without_a_test() -> None:
+    """It is noticed if none takes a command, or only what no test uses, and if a test takes one that is not there."""
+    document, line = "examples/deepspeed/README.md", "sbatch run.slurm --zero-stage 3"
+    assert lacking(document, tuple(text for text in SOURCES if f'"{line}"' not in text)) == {line}
+    text = f'def test_it():\n    helper()\ndef helper():\n    return readme.command("{document}", "{line}")\n'
+    assert taken((text,)) == {(document, line)}
+    for old, new in (("    helper", "    other"), ("return ", "")):
+        assert taken((text.replace(old, new),)) == set()
+    with pytest.raises(AssertionError, match="stage 4'.: no such command"):
+        taken((text.replace("stage 3", "stage 4"),))
+
+
+def test_only_of_its_examples() -> None:
+    """A test takes a command from the READMEs of the examples with which it runs, and from no other."""
+    call = 'readme.command(f"examples/{example}/README.md", "pip install -r requirements.txt")'
+    text = f"@pytest.mark.only(*HOROVOD)\ndef test_it():\n    run({call})\n"
+    assert {document for document, _ in taken((text,))} == {f"examples/{name}/README.md" for name in HOROVOD}
+
+
+def test_a_change_of_what_is_not_there() -> None:
+    """A change that a test makes to a command is noticed when its words are no longer on the page.
+
+    If it stands in the call, that is seen here, too, where no weekly test runs.
+    """
+    call = 'readme.command("README.md", "cd ~/project", {"~/project": folder})'
+    assert taken((f"def test_it():\n    run({call})\n",)) == {("README.md", "cd ~/project")}
+    with pytest.raises(AssertionError, match="has not all of ..~/folder'"):
+        taken((f"def test_it():\n    run({call})\n".replace('{"~/project', '{"~/folder'),))
+    assert readme.changed("python train.py --limit 5", {"--limit 5": "--limit 2"}) == "python train.py --limit 2"
+    with pytest.raises(AssertionError, match="has no '--limit 5'"):
+        readme.changed("python train.py --limit 6", {"--limit 5": "--limit 2"})
 
 
 @pytest.mark.only("ddp_spawn")
@@ -233,8 +141,8 @@ def test_copy_one_out(example: str, tmp_path: Path) -> None:
 
     That command is the same as in ddp_spawn's README, so that it is the reference run, which trains in such a copy.
     """
-    *commands, last = readme.until(ROOT / "README.md", "python train.py --processes 2")
-    assert last in readme.until(ROOT / "examples" / example / "README.md", " ".join(LAUNCHERS[example].command(2)))
+    *commands, last = readme.until("README.md", "python train.py --processes 2")
+    assert last == " ".join(LAUNCHERS[example].command(2))
     clone = tmp_path / "clone"
     copy_example(ROOT / "examples" / example, clone / "examples" / example)
     run = readme.run_block([*commands, f"{last} --help"], clone, HOME=str(tmp_path))

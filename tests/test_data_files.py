@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from harness import outputs, refusals, runs, samples
+from harness import outputs, readme, refusals, runs, samples
 from harness.launchers import LAUNCHERS
 
 
@@ -24,9 +24,8 @@ def data() -> ModuleType:
 def test_trains_on_idx_files(example: str, folder: Path) -> None:
     """A few hundred images in torchvision's format are read, learnt and evaluated exactly."""
     samples.write_data(folder / "data", "fashion_mnist")
-    command = "python train.py --dataset fashion_mnist --data-dir data --epochs 4 --batch-size 16"
-    run = runs.Run(command.split(), folder).wait()
-    assert run.status == 0, run.stderr
+    line = readme.command("README.md", "python train.py --dataset fashion_mnist ...")
+    readme.run_block([f"{line} --epochs 4 --batch-size 16"], folder)
     rows = outputs.read_metrics(folder / "output")
     assert rows[-1]["test_accuracy"] > 0.8 and rows[-1]["train_loss"] < 0.5
     outputs.assert_exact_metrics(folder / "output", "fashion_mnist", str(folder / "data"))

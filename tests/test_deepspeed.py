@@ -44,10 +44,8 @@ def bare(tmp_path: Path) -> dict[str, Any]:
 def test_stage_1_and_its_own_launcher(example: str, folder: Path, reference: Reference) -> None:
     """The README's `deepspeed` command, at stage 1: the bits of stage 0, half of Adam's state on each process."""
     note_memory(folder)
-    commands = [command for block in readme.blocks(folder / "README.md") for command in block]
-    (own,) = (command for command in commands if command.startswith("deepspeed "))
-    run = runs.Run([*own.replace("output/own", "output").split(), "--zero-stage", "1"], folder).wait()
-    assert run.status == 0, run.stdout + run.stderr
+    line = readme.command("examples/deepspeed/README.md", "deepspeed ...", {"output/own": "output"})
+    readme.run_block([f"{line} --zero-stage 1"], folder)
     outputs.assert_same_run(folder / "output", reference.output)
     held = held_memory.read(folder)
     assert held["optimizer state"] == pytest.approx(WEIGHTS, rel=0.01)

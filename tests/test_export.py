@@ -16,17 +16,12 @@ from harness.runs import Reference
 
 pytestmark = pytest.mark.only("torchrun_vision")  # whose environment has TensorBoard
 PAGE = ROOT / "runs" / "README.md"
-TOOLS = ("tensorboard", "mlflow", "wandb")
 
 
-def export(top: Path, tool: str, *, extra: Path | None = None) -> str:
+def export(top: Path, line: str, *, extra: Path | None = None) -> str:
     """Run the page's command for a tool in `top`, which has the runs in `output`; return what it prints."""
-    commands = [line for block in readme.blocks(PAGE) for line in block if f"export.py output --to {tool}" in line]
-    words = commands[0].replace("REPOSITORY", str(ROOT)).split()
-    assert words[0] == "python" and words[-2:] == ["--store", f"output/{tool}"]
-    run = runs.Run([sys.executable, *words[1:]], top, {"PYTHONPATH": str(extra or "")}).wait()
-    assert run.status == 0, run.stderr
-    return run.stdout
+    line = readme.changed(line, {"REPOSITORY": ROOT})
+    return readme.run_block([line], top, PYTHONPATH=str(extra or "")).stdout
 
 
 def as_it_ran(reference: Reference, top: Path, epochs: int) -> list[dict[str, float]]:
@@ -60,7 +55,8 @@ def test_tensorboard(example: str, reference: Reference, tmp_path: Path) -> None
     total = len(outputs.read_metrics(reference.output))
     for epochs, says in ((2, "1234: 2 new epochs"), (total, f"1234: {total - 2} new epochs"), (total, "nothing new")):
         rows = as_it_ran(reference, tmp_path, epochs)
-        assert says in export(tmp_path, "tensorboard")
+        line = readme.command("runs/README.md", "... --to tensorboard --store output/tensorboard")
+        assert says in export(tmp_path, line)
         events = EventMultiplexer(size_guidance={"scalars": 0})
         events.AddRunsFromDirectory(str(tmp_path / "output" / "tensorboard")).Reload()
         tags = events.Runs()["1234"]["scalars"]
@@ -124,8 +120,16 @@ print(json.dumps([points, settings, name, "FINISHED"]))
 
 
 @pytest.mark.runs("weekly")
-@pytest.mark.parametrize(("tool", "reader"), [("mlflow", MLFLOW), ("wandb", WANDB)])
-def test_mlflow_and_wandb(example: str, reference: Reference, tmp_path: Path, tool: str, reader: str) -> None:
+@pytest.mark.parametrize(
+    ("tool", "reader", "line"),
+    [
+        ("mlflow", MLFLOW, readme.command("runs/README.md", "... --to mlflow --store output/mlflow")),
+        ("wandb", WANDB, readme.command("runs/README.md", "... --to wandb --store output/wandb")),
+    ],
+)
+def test_mlflow_and_wandb(
+    example: str, reference: Reference, tmp_path: Path, tool: str, reader: str, line: str
+) -> None:
     """The same with MLflow and W&B: one run, its settings, and each epoch's values once."""
     pinned = re.search(rf"{tool}==[\d.]+", PAGE.read_text())[0]
     assert pinned in (ROOT / "examples" / example / "README.md").read_text()
@@ -135,7 +139,7 @@ def test_mlflow_and_wandb(example: str, reference: Reference, tmp_path: Path, to
     total = len(outputs.read_metrics(reference.output))
     for epochs, says in ((2, "1234: 2 new epochs"), (total, f"1234: {total - 2} new epochs"), (total, "nothing new")):
         rows = as_it_ran(reference, tmp_path, epochs)
-        assert says in export(tmp_path, tool, extra=extra)
+        assert says in export(tmp_path, line, extra=extra)
         read = runs.Run([sys.executable, "-c", reader], tmp_path, {"PYTHONPATH": str(extra)}).wait()
         points, settings, name, status = json.loads(read.stdout)
         check(collect(map(tuple, points)), rows)

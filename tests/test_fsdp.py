@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from common import data
 from common.models import TinyGPT
 from harness import edits, outputs, readme, refusals, runs, samples
-from harness.launchers import LAUNCHERS, ROOT
+from harness.launchers import LAUNCHERS
 from harness.runs import Reference
 from tests import held_memory
 
@@ -192,14 +192,14 @@ def test_metrics_and_sample(example: str, folder: Path, reference: Reference) ->
     assert outputs.read_metrics(reference.output)[-1]["test_loss"] == pytest.approx(loss, rel=1e-5)
     assert f"entropy of the source: {entropy:.4f} nats" in reference.stdout
 
-    program = ["python", "sample.py", "--output-dir", str(reference.output)]
-    run = runs.Run([*program, "--length", "600"], folder).wait()
-    assert run.status == 0 and len(run.stdout) == 601 and run.stdout.count("?") < 30, run.stdout + run.stderr
+    line = readme.command("examples/fsdp/README.md", "python sample.py")
+    run = readme.run_block([f"{line} --output-dir {reference.output} --length 600"], folder)
+    assert len(run.stdout) == 601 and run.stdout.count("?") < 30, run.stdout + run.stderr
     written = torch.tensor([ord(letter) - 64 for letter in run.stdout.strip("\n").replace("?", "")])
     pairs = torch.bincount(tokens[:-1].long() * 32 + tokens[1:].long(), minlength=32 * 32).view(32, 32) + 0.5
     likelihood = (pairs / pairs.sum(1, keepdim=True)).log()[written[:-1], written[1:]].mean().item()
     assert -likelihood < entropy + 0.3, "the sample does not look like the source"
-    refused = runs.Run([*program[:-1], "nowhere"], folder).wait()
+    refused = runs.Run([*line.split(), "--output-dir", "nowhere"], folder).wait()
     assert refused.status == 2 and "there is no nowhere/model.json" in refused.stderr
 
 
@@ -572,9 +572,8 @@ def test_share_of_memory(example: str, folder: Path) -> None:
 @pytest.mark.runs("weekly")
 def test_hugging_face(example: str, folder: Path, reference: Reference) -> None:
     """The page's commands: `transformers` loads what they write, with the same logits; the way back keeps the bits."""
-    export, back = next(list(block) for block in readme.blocks(ROOT / "docs" / "using-the-model.md"))
     shutil.copytree(reference.output, folder / "output")
-    run = readme.run_block([export, back], folder)
+    run = readme.run_block(readme.block("docs/using-the-model.md", "python hugging_face.py export ..."), folder)
     assert run.stdout == "imported is gpt in the other format\n"
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

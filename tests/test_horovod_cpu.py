@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness import edits, outputs, runs
+from harness import edits, outputs, readme, runs
 from harness.launchers import LAUNCHERS, MPI_AS_ROOT
 from harness.processes import wait_until
 from harness.runs import Reference
@@ -278,8 +278,6 @@ def test_launcher_killed(example: str, folder: Path) -> None:
 @pytest.mark.runs("weekly")
 def test_mpirun_with_four_processes(example: str, folder: Path) -> None:
     """The README's command for MPI and the language model: NP processes of OMP_NUM_THREADS threads."""
-    variables = MPI_AS_ROOT | {"NP": "4", "OMP_NUM_THREADS": "2"}
-    command = "bash more/mpirun_local.sh more/train_lm.py --epochs 1"
-    run = runs.Run(command.split(), folder, variables).wait(400)
-    assert run.status == 0, run.stderr
+    line = readme.command("examples/horovod_cpu/README.md", "... bash more/mpirun_local.sh ...")
+    run = readme.run_block([f"{line} --epochs 1"], folder, **MPI_AS_ROOT)
     assert "4 processes on 1 node, mpi on cpu, 2 threads each" in run.stdout

@@ -14,14 +14,6 @@ pytestmark = [pytest.mark.only("horovod_cpu"), pytest.mark.runs("weekly")]
 PAGE = ROOT / "docs" / "horovod.md"
 
 
-def run_command(folder: Path, word: str) -> runs.Run:
-    """Run the page's one command that has this word."""
-    (command,) = (command for block in readme.blocks(PAGE) for command in block if word in command)
-    run = runs.Run(["bash", "-ec", command], folder).wait(500)
-    assert run.status == 0, run.stderr
-    return run
-
-
 def apply_recipe(folder: Path, word: str) -> None:
     """Apply the page's one diff that has this word to train.py."""
     (text,) = (text for text in readme.fences(PAGE, "diff") if word in text)
@@ -30,7 +22,7 @@ def apply_recipe(folder: Path, word: str) -> None:
 
 def test_timeline(example: str, folder: Path) -> None:
     """The trace is JSON, and has an all-reduce of each gradient in each step, which begins and ends."""
-    run_command(folder, "HOROVOD_TIMELINE")
+    readme.run_block([readme.command("docs/horovod.md", "HOROVOD_TIMELINE=...")], folder)
     assert_trace(folder / "timeline.json", steps=1438 // 2 // 64)
 
 

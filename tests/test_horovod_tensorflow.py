@@ -183,8 +183,7 @@ def test_profile_in_tensorboard(example: str, folder: Path) -> None:
     (recipe,) = (text for text in readme.fences(PAGE, "diff") if "tf.profiler" in text)
     edits.apply_diff(folder / "train.py", recipe)
     runs.train(example, folder, 2, "--epochs", 2)
-    (commands,) = (list(block) for block in readme.blocks(PAGE) if any("--logdir" in line for line in block))
-    install, show = commands
+    install, show = readme.block("docs/horovod.md", "viewer/bin/tensorboard ...")
     done = runs.Run(["bash", "-ec", install], folder).wait(400)
     assert done.status == 0, done.stderr
     viewer = runs.Run(["bash", "-ec", f"exec {show} --port 0 2>&1"], folder)

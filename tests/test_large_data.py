@@ -72,7 +72,7 @@ def test_mapped_tokens(example: str, folder: Path, reference: Reference) -> None
 
     (folder / "write_tokens.py").write_text(readme.fences(PAGE, "python")[0])
     edits.apply_diff(folder / "model_files.py", readme.fences(PAGE, "diff")[1])
-    readme.run_block(list(readme.blocks(ROOT / "docs" / "large-data.md")[0]), folder)
+    readme.run_block(readme.block("docs/large-data.md", "python write_tokens.py ..."), folder)
     outputs.assert_same_run(folder / "output", reference.output)
     (folder / "empty.bin").write_bytes(b"")
     for name, text in (
@@ -96,15 +96,15 @@ def test_mapped_tokens(example: str, folder: Path, reference: Reference) -> None
 def test_order_of_several_tars(example: str, folder: Path, tmp_path: Path) -> None:
     """Each image once in each epoch, in another order; stopped and resumed, the same one, and the bits of files."""
     edits.note_use(folder, LAUNCHERS[example])
-    words = ["--epochs", 2, "--batch-size", 15, "--data-dir"]  # 300 images: 10 steps
-    runs.train(example, folder, 2, *words, "images", NUMBER="0")
+    words = "--epochs 2 --batch-size 15"  # 300 images: 10 steps
+    runs.train(example, folder, 2, *words.split(), "--data-dir", "images", NUMBER="0")
     whole = (folder / "output").rename(tmp_path / "whole")
-    *commands, _ = readme.blocks(ROOT / "docs" / "large-data.md")[1]
-    readme.run_block(commands, folder)
+    readme.run_block(readme.until("docs/large-data.md", "... tar -cf ..."), folder)
     shutil.rmtree(folder / "images")
-    ended = runs.start(example, folder, 2, *words, "tars", NUMBER="1", END_IN="1", STEPS="yes").wait()
-    assert ended.status == 0 and len(outputs.read_metrics(folder / "output")) == 1, ended.stderr
-    runs.train(example, folder, 2, *words, "tars", "--resume", NUMBER="2")
+    line = readme.command("docs/large-data.md", "... --data-dir tars")
+    readme.run_block([f"{line} {words}"], folder, NUMBER="1", END_IN="1", STEPS="yes")
+    assert len(outputs.read_metrics(folder / "output")) == 1
+    readme.run_block([f"{line} {words} --resume"], folder, NUMBER="2")
     outputs.assert_same_run(folder / "output", whole)
     noted = {number: [path.read_text().splitlines() for path in folder.glob(f"used-{number}-*")] for number in range(3)}
     orders = {tuple(lines) for lines in noted[0]}
@@ -118,8 +118,7 @@ def test_order_of_several_tars(example: str, folder: Path, tmp_path: Path) -> No
 def test_several_tars(example: str, folder: Path) -> None:
     """Several tars have the images of the folder that they were made of; a name that is in two of them is refused."""
     image_files = outputs.import_file(folder / "image_files.py")
-    *commands, _ = readme.blocks(ROOT / "docs" / "large-data.md")[1]
-    readme.run_block(commands, folder)
+    readme.run_block(readme.until("docs/large-data.md", "... tar -cf ..."), folder)
     *sets, classes = image_files.load(folder / "images", 32)
     *others, found = image_files.load(folder / "tars", 32)
     assert found == classes and len(list(folder.glob("tars/*.tar"))) == len(classes) == 6
@@ -142,8 +141,7 @@ def test_what_measures_images(example: str, folder: Path) -> None:
     program = readme.fences(PAGE, "python")[2]
     assert program.count("range(150)") == 1
     (folder / "compare.py").write_text(program.replace("range(150)", "range(5)"))
-    *commands, _ = readme.blocks(ROOT / "docs" / "large-data.md")[1]
-    readme.run_block(commands, folder)
+    readme.run_block(readme.until("docs/large-data.md", "... tar -cf ..."), folder)
     run = runs.Run([sys.executable, "compare.py", "images", "tars"], folder).wait()
     line = r"{}: \d+\.\d\d times as long as images; \d+\.\d\d s to list 300\n"
     assert run.status == 0 and re.fullmatch(line.format("images") + line.format("tars"), run.stdout), run.stderr

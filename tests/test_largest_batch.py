@@ -1,8 +1,8 @@
 """benchmarks/largest_batch.py: with ddp_spawn on the CPU, and with a train.py whose memory is known."""
 
 import re
+import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ used = [{"mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, "gpu_mb
 """
 
 
-def search(*words: object) -> subprocess.CompletedProcess[str]:
+def search(*words: object, line: str = "python -m benchmarks.largest_batch") -> subprocess.CompletedProcess[str]:
     """Run the program in the repository, as its page says; in the end there is no process of its runs."""
-    command = [sys.executable, "-m", "benchmarks.largest_batch", *map(str, words)]
+    command = ["bash", "-c", f"exec {line} {shlex.join(map(str, words))}"]
     options: dict[str, Any] = {"cwd": ROOT, "env": clean_environment(), "text": True}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
         printed = process.communicate(timeout=580)
@@ -61,10 +61,10 @@ def check(text: str, limit: int, step: float = 0.1) -> int:
 @pytest.mark.timeout(900)
 def test_on_the_cpu(example: str, source: Path) -> None:
     """The page's command keeps what it promises, as does the page's table, and a larger batch takes more memory."""
-    (command,) = [line for block in readme.blocks(PAGE) for line in block if " --limit " in line]
-    done = search(*command.split()[3:], "--folder", source)
-    assert command.split()[3] == example and done.returncode == 0, done.stderr + done.stdout
-    limit = int(command.split()[-1])
+    line = readme.command("docs/out-of-memory.md", "... benchmarks.largest_batch ddp_spawn --limit ...")
+    done = search("--folder", source, line=line)
+    assert done.returncode == 0, done.stderr + done.stdout
+    limit = int(line.split()[-1])
     (start,) = re.findall(r"^\| 64 \| \d+ \| (\d+) \|$", done.stdout, re.MULTILINE)
     assert check(done.stdout, limit) > 64 and "memory is full" in done.stdout and int(start) < 0.9 * limit, done.stdout
     assert check(PAGE.read_text().rpartition("\n## ")[2], limit) > 64

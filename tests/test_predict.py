@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from harness import edits, outputs, readme, runs
-from harness.launchers import ROOT
 from harness.processes import wait_until
 from harness.runs import Reference
 
@@ -48,7 +47,7 @@ def assert_correct(folder: Path, output: Path, accuracy: float) -> None:
 def test_predictions(example: str, folder: Path, reference: Reference) -> None:
     """The page's command, with parts whose number no process divides: every image once, and the run's own accuracy."""
     shutil.copytree(reference.output, folder / "output")
-    command = list(readme.blocks(ROOT / "docs" / "using-the-model.md")[1])[0]
+    command = readme.command("docs/using-the-model.md", "torchrun ...")
     readme.run_block([f"{command} --part 16 --batch-size 8"], folder)
     accuracy = outputs.read_metrics(folder / "output")[-1]["test_accuracy"]
     assert_correct(folder, folder / "predictions", accuracy)

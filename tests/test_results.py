@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from harness import outputs, runs
+from harness import outputs, readme, runs
 from harness.launchers import LAUNCHERS, ROOT
 from harness.processes import clean_environment
 from harness.runs import Reference
@@ -223,7 +223,12 @@ def test_resumed_and_profiled(example: str, results: ModuleType, folder: Path, r
 def test_what_a_run_has_used(example: str, finished: Path) -> None:
     """usage.py prints one line for this machine: its figures are the sums of what both processes have written."""
     output = (finished / "output").rename(finished / "1234")
-    run = runs.Run(["python", str(NOTEBOOK.with_name("usage.py")), "1234"], finished).wait()
+    line = readme.command(
+        "runs/README.md",
+        "python usage.py ...",
+        {"usage.py": NOTEBOOK.with_name("usage.py"), "~/project/output": finished},
+    )
+    run = readme.run_block([line], finished)
     head, line = run.stdout.splitlines()
     used = outputs.read_run(output)["stops"][-1]["used"]
     _, host, processes, time, cores, memory, gpu, read = re.split("  +", line)

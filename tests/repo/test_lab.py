@@ -399,7 +399,9 @@ def test_command_line(name: str) -> None:
 
 def as_written(command: str, name: str, words: str = "") -> str:
     """Return a README's command for a lab of another name, and with more words for `up`, run by this Python."""
-    command = re.sub(r"^(sudo )?python3? -m lab ([\w-]+)", rf"{sys.executable} -m lab \2 --name {name}", command)
+    pattern = r"^(sudo )?python3? -m lab ([\w-]+)"
+    command, found = re.subn(pattern, rf"{sys.executable} -m lab \2 --name {name}", command)
+    assert found, command
     return command.replace(" up ", f" up {words} ")
 
 
@@ -423,8 +425,8 @@ def run_lines(lines: list[str], folder: Path, **variables: str) -> str:
 def test_from_nothing_to_a_job(name: str, tmp_path: Path) -> None:
     """The first block of the lab's README: an environment, then a job that trains. The front page has its end."""
     share = repository(tmp_path / "clone")
-    install = readme.until(ROOT / "lab" / "README.md", "sudo python3 -m lab down")[1:]  # without apt-get
-    assert readme.until(ROOT / "README.md", "sudo python3 -m lab down") == install[2:]
+    _, *install = readme.until("lab/README.md", "sudo python3 -m lab down")  # without apt-get: .ci/run installs that
+    assert readme.until("README.md", "sudo python3 -m lab down") == install[2:]
     up, submit, down = (as_written(line, name, share) for line in install[2:])
     assert run_lines([*install[:2], up, submit], tmp_path / "clone") == "Submitted batch job 2\n"
     assert Lab.find(name).wait_for_job(2)["JobState"] == "COMPLETED"
@@ -436,7 +438,8 @@ def test_from_nothing_to_a_job(name: str, tmp_path: Path) -> None:
 def test_readme(name: str, tmp_path: Path) -> None:
     """Each command in the lab's README does what stands beside it."""
     share = repository(tmp_path / "clone")
-    _, use, damage = map(list, readme.blocks(ROOT / "lab" / "README.md"))
+    use = readme.block("lab/README.md", "python -m lab shell")
+    damage = readme.block("lab/README.md", "python -m lab cut ...")
     for line in [*use[:-1], *damage, use[-1]]:  # `down` comes last
         printed = run_lines([as_written(line, name, share)], tmp_path / "clone", VENV=sys.prefix)
         if " up " in line:

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from harness import outputs
-from harness.jobs import hand_over
+from harness import outputs, readme
+from harness.jobs import hand_over, sbatch
 from harness.launchers import ROOT
 from harness.processes import read_line, running, wait_until
 from lab import Lab, Wanted, faults, why_not
@@ -125,14 +125,15 @@ class Place:
     def submit(
         self,
         *options: str,
-        args: tuple[str, ...] = (),
         venv: str | Path = sys.prefix,
         env: dict[str, str] | None = None,
+        line: str = "",
     ) -> str:
-        """Submit run.slurm with `options` of sbatch and `args` of preflight.py; return the job's id."""
-        words = ["sbatch", "--parsable", "--cpus-per-task=2", *options, "run.slurm", *args]
+        """Submit run.slurm, by a page's line, with `options` of sbatch; return the job's id."""
+        own = readme.command("preflight/README.md", "VENV=... sbatch run.slurm", {"~/project/.venv": venv})
+        words = sbatch(line or own, ["--cpus-per-task=2", *options])
         # ALLOW_CPU: here the lab's GPUs, which are stand-ins, shall be seen to be unusable.
-        done = self.lab.run(words, cwd=self.folder, env={"VENV": str(venv), "ALLOW_CPU": "", **(env or {})})
+        done = self.lab.run(words, cwd=self.folder, env={"ALLOW_CPU": "", **(env or {})})
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -197,7 +198,10 @@ def other_python(place: Place) -> Iterator[Callable[[str], Path]]:
 
 @needs_lab
 def test_healthy(place: Place) -> None:
-    run = place.run()
+    line = readme.command(
+        "README.md", "cd preflight && ...", {"cd preflight": f"cd {place.folder}", "~/project/.venv": sys.prefix}
+    )
+    run = place.run(line=line)
     assert {name: row[1] for name, row in run.rows.items()} == dict.fromkeys(ROWS, "ok"), run.log
     assert run.status == 0 and run.info["JobState"] == "COMPLETED"
     assert re.fullmatch(r"gloo \d+ MB/s, 2 tasks: \d+ ms for a step's 4.8 MB", run.rows["reduce"][0])
@@ -209,7 +213,8 @@ def test_healthy(place: Place) -> None:
 
 @needs_lab
 def test_per_process(place: Place) -> None:
-    run = place.run("--ntasks-per-node=2", args=("--pattern", "per-process"))
+    line = readme.command("preflight/README.md", "... --pattern per-process", {"~/project/.venv": sys.prefix})
+    run = place.run("--ntasks-per-node=2", line=line)
     assert run.status == 0 and not run.failed, run.log
     assert "4 of 4" in run.rows["answers"][0] and "4 tasks" in run.rows["reduce"][0]
 
@@ -327,8 +332,9 @@ def test_image(place: Place) -> None:
     shift; exec "$@" """
     venv = place.environment(apptainer=stand_in, python3=f'exec {PYTHON} "$@"')
     (venv / "example.sif").touch()
-    env = {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}", "IMAGE": f"{venv}/nothing/../example.sif"}
-    jobs = [place.submit(*options, venv="nowhere", env=env) for options in ((), ("--gpus-per-node=2", "--nodes=1"))]
+    line = readme.command("preflight/README.md", "IMAGE=...", {"~/project": f"{venv}/nothing/.."})
+    env = {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}", "VENV": "nowhere"}
+    jobs = [place.submit(*options, line=line, env=env) for options in ((), ("--gpus-per-node=2", "--nodes=1"))]
     run, gpus = map(place.finish, jobs)
     assert run.status == 0 and {name: row[1] for name, row in run.rows.items()} == dict.fromkeys(ROWS, "ok"), run.log
     assert re.search(rf", torch {re.escape(version('torch'))}\S*, {venv}/example.sif$", run.rows["python"][0])
@@ -336,7 +342,7 @@ def test_image(place: Place) -> None:
     assert run.log.count(f"apptainer --quiet exec {options} ") == 2
     assert gpus.failed == {"gpus"} and f"apptainer --quiet exec --rocm {options} " in gpus.log  # there is no nvidia-smi
     (venv / "bin/apptainer").write_text("#!/bin/sh\necho no such image >&2\nexit 255\n")
-    run = place.run(venv="nowhere", env=env)
+    run = place.run(line=line, env=env)
     assert run.failed == {"python", "reduce"} and "ended with status 255" in run.rows["python"][0], run.log
 
 
@@ -501,7 +507,7 @@ def test_cancelled(place: Place) -> None:
 
 @needs_lab
 def test_bad_option(place: Place) -> None:
-    run = place.run(venv=place.light, args=("--pattern", "diagonal"))
+    run = place.run(line=f"VENV={place.light} sbatch run.slurm --pattern diagonal")
     assert run.status == 2
     assert run.log.count("preflight.py: error: ") == 1 and "Traceback" not in run.log
 

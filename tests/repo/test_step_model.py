@@ -2,8 +2,8 @@
 
 import json
 import math
+import shlex
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +17,9 @@ PAGE = ROOT / "docs" / "scale.md"
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-def run(*words: str | Path, python: tuple[str, ...] = (sys.executable, "-m")) -> subprocess.CompletedProcess[str]:
-    """Run the model's command from the repository's root."""
-    command = [*python, "studies.step_model", *map(str, words)]
+def run(*words: str | Path, line: str = "python -m studies.step_model") -> subprocess.CompletedProcess[str]:
+    """Run the model's command, or a line of its page, from the repository's root."""
+    command = ["bash", "-c", f"{line} {shlex.join(map(str, words))}"]
     return subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300)
 
 
@@ -182,13 +182,13 @@ def test_page() -> None:
     from studies.step_model_check import cells, read
 
     page = PAGE.read_text()
-    commands = [
-        command.split()[3:] for block in readme.blocks(PAGE) for command in block if "studies.step_model" in command
-    ]
-    shown = [words for words in commands if "--measure" not in words and "here.json" not in words]
-    assert len(shown) == 4
-    for words in shown:
-        done = run(*words)
+    for line in (
+        readme.command("docs/scale.md", "python -m studies.step_model"),
+        readme.command("docs/scale.md", "python -m studies.step_model --parts ..."),
+        readme.command("docs/scale.md", "python -m studies.step_model --cluster ethernet ..."),
+        readme.command("docs/scale.md", "python -m studies.step_model --published"),
+    ):
+        done = run(line=line)
         assert done.returncode == 0 and done.stdout.count("\n") > 4, done.stderr
         assert done.stdout in page, f"write it anew:\n{done.stdout}"
     measured = report.table(cells(read(ROOT / "studies" / "step_model_check.csv")))
@@ -216,12 +216,16 @@ def test_bad_input(tmp_path: Path) -> None:
 def test_own_figures(tmp_path: Path) -> None:
     """Two processes measure themselves and the link between them; the model takes the file that they write."""
     file = tmp_path / "here.json"
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
-    done = run("--measure", file, python=torchrun)
+    # Without --standalone torchrun takes port 29500, which another test may have just now.
+    line = readme.command(
+        "docs/scale.md", "... --measure here.json", {"torchrun": "torchrun --standalone", "here.json": file}
+    )
+    done = run(line=line)
     assert done.returncode == 0 and "measured on 1 node(s); assumed: storage_read, " in done.stdout, done.stderr
     found = json.loads(file.read_text())
     assert found["processors"] == 2 and set(found["steps"]) == {"ConvNet", "TinyGPT"}
     assert 0 < found["latency_inside"] < 0.01 < 1 < found["bandwidth_inside"] and 0 < found["scatter"] < 3
-    rows = [line.split(" | ") for line in run("--cluster", file, "--nodes", "1", "2").stdout.splitlines()]
+    line = readme.command("docs/scale.md", "... --cluster here.json", {"here.json": file})
+    rows = [row.split(" | ") for row in run("--nodes", "1", "2", line=line).stdout.splitlines()]
     (convnet,) = (row for row in rows if row[:2] == ["| ConvNet", "DDP"])
     assert all(0 < float(cell.strip(" |")) < 1 for cell in convnet[2:]), rows

@@ -153,11 +153,11 @@ def test_notebook(example: str, source: Path, lab: Lab, image: Path, tmp_path: P
     subprocess.run(fetch, cwd=folder, check=True, timeout=300)
     hand_over(folder)
     local = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder / "wheels")}
-    commands = [command for block in readme.blocks(folder / "README.md") for command in block]
-    for command in (command for command in commands if command.startswith("apptainer")):
+    *commands, submit = readme.block("jupyter/README.md", "IMAGE=example.sif sbatch run.slurm")
+    for command in commands:
         done = lab.run(shlex.split(command), "node1", folder, local, timeout=600)
         assert done.returncode == 0, done.stderr[-2000:]
-    server = Server(start(lab, folder, IMAGE="example.sif", VENV=".venv"))
+    server = Server(start(lab, folder, line=submit, VENV=".venv"))
     assert (server.ask(token=server.token), server.ask(), server.ask(token=lab.user)) == ("200", "403", "403")
     server.job.cancel()
     server.assert_nothing_left()

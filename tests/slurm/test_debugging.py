@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -138,12 +137,10 @@ def test_debugger(example: str, source: Path, lab: Lab, ssh: None, tmp_path: Pat
     repository, project = tmp_path / "repository", tmp_path / "project"
     shutil.copytree(FOLDER, repository / "jupyter")
     copy_example(source, project)
-    copy, *_ = readme.until(PAGE, "cd ~/project")
-    subprocess.run(["bash", "-c", copy], cwd=repository, env={"HOME": str(tmp_path)}, check=True, timeout=300)
+    readme.run_block(readme.until("docs/debugging.md", "cd ~/project"), repository, HOME=str(tmp_path))
     assert (project / "owner_only.py").exists()
-    arguments = ("--epochs", "1", "--timeout", "3600")
     options = (*two_processes(source), "--gpus-per-node=0", "--cpus-per-task=2")
-    job = submit(lab, example, project, *arguments, options=options, SCRIPT="owner_only.py")
+    job = submit(lab, example, project, options=options, line=readme.command("docs/debugging.md", "... sbatch ..."))
     job.wait_for_line("ssh -N")
     command, local, port = readme.tunnel(job.log)
     configuration = attach()
@@ -175,10 +172,10 @@ def test_tensorboard(example: str, lab: Lab, ssh: None, tmp_path: Path) -> None:
     with SummaryWriter(str(tmp_path / "output" / "run")) as writer:
         writer.add_scalar("loss", 1.0, 1)
     shutil.copy(FOLDER / "owner_only.py", tmp_path)
-    (command,) = (line for block in readme.blocks(PAGE) for line in block if line.startswith("srun"))
-    words = command.replace(".venv/bin/python", sys.executable).split()
-    words[1:1] = ["--nodelist=node1"]
-    with running(lab.command(words, HEAD, hand_over(tmp_path)), **PIPES) as process:
+    line = readme.command(
+        "docs/debugging.md", "srun ...", {".venv/bin/python": sys.executable, "srun": "srun --nodelist=node1"}
+    )
+    with running(lab.command(line.split(), HEAD, hand_over(tmp_path)), **PIPES) as process:
         text = ""
         while "ssh -N" not in text:
             text += read_line(process, 300)

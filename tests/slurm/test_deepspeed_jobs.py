@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import outputs
+from harness import outputs, readme
 from harness.jobs import EPOCHS, assert_completed, submit, two_processes
 from harness.launchers import copy_example
 from harness.runs import Reference
@@ -24,7 +24,8 @@ def test_stage_3_on_two_nodes(
 ) -> None:
     """The README's job at stage 3, one process on each of 2 nodes: a shard of its own each, stage 0's bits, no ssh."""
     folder = copy_example(source, tmp_path / example)
-    job = submit(lab, example, folder, "--zero-stage", "3", options=two_processes(source))
+    line = readme.command("examples/deepspeed/README.md", "sbatch run.slurm --zero-stage 3")
+    job = submit(lab, example, folder, options=two_processes(source), line=line)
     assert_completed(job, EPOCHS, processes=2)
     names = {path.name for path in (job.output / "checkpoint" / f"epoch{EPOCHS}-step0").glob("*optim_states.pt")}
     assert names == {f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness import edits, samples
+from harness import edits, readme, samples
 from harness.jobs import SETTINGS, Job, hand_over, stub, submit, two_processes, wait_for_start
 from harness.launchers import copy_example
 from harness.processes import ASK_SLURM, wait_until
@@ -68,10 +68,11 @@ def test_language_model_and_staged_images(example: str, source: Path, lab: Lab, 
     folder = copy_example(source, tmp_path / example)
     (folder / "book.txt").write_text(TEXT)
     samples.write_data(folder / "data", "mnist")
-    words = ["--text-file", str(folder / "book.txt"), "--context", "32", "--epochs", "1"]
-    book = submit(lab, example, folder, *words, options=two_processes(source), SCRIPT="more/train_lm.py")
-    words = ["--dataset", "mnist", "--batch-size", "16", "--epochs", "1"]
-    images = submit(lab, example, folder, *words, STAGE="1", DATA_DIR="data")
+    line = readme.command("examples/horovod_cpu/README.md", "SCRIPT=...")
+    words = ["--context", "32", "--epochs", "1"]
+    book = submit(lab, example, folder, *words, options=two_processes(source), line=line)
+    line = readme.command("examples/horovod_cpu/README.md", "STAGE=...")
+    images = submit(lab, example, folder, "--batch-size", "16", "--epochs", "1", line=line)
     assert_completed(book)
     first = f"TinyGPT on {folder}/book.txt, 32 tokens per sample: 2 processes on 2 nodes, mpi on cpu"
     assert first in book.log and "tokens/s" in book.log
@@ -148,9 +149,9 @@ def test_staged_data_is_removed(example: str, source: Path, lab: Lab, tmp_path: 
 def test_in_an_allocation(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """The README's `salloc`, and in its shell `srun --mpi=pmix`: all four processes train together."""
     folder = hand_over(copy_example(source, tmp_path / example))
-    srun = "SLURM_PMIX_FENCE=ring srun --mpi=pmix --cpus-per-task=2 python train.py --epochs 2"
+    salloc = readme.command("examples/horovod_cpu/README.md", "salloc ...")
+    srun = readme.command("examples/horovod_cpu/README.md", "...srun --mpi=pmix ...")
     shell = f"source {SETTINGS['VENV']}/bin/activate && {srun}"
-    words = ["salloc", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2", "bash", "-c", shell]
-    done = lab.run(words, cwd=folder, env=SETTINGS, timeout=400)
+    done = lab.run([*salloc.split(), "bash", "-c", shell], cwd=folder, env=SETTINGS, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 processes on 2 nodes, mpi on cpu, 2 threads each" in done.stdout and "finished" in done.stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import edits, outputs, runs
+from harness import edits, outputs, readme, runs
 from harness.jobs import (
     EPOCHS,
     Job,
@@ -212,7 +212,8 @@ def test_gloo_instead_of_mpi(
         path.write_text(f'#!/bin/sh\ntouch "{folder}/$0-was-called"\nexit 1\n')
         path.chmod(0o755)
     edits.edit(folder / "run.slurm", "\nchoose_launcher ", '\nPATH="$PWD/bin:$PATH"\nchoose_launcher ')
-    job = submit(lab, example, folder, options=two_processes(source), LAUNCH="gloo")
+    line = readme.command(f"examples/{example}/README.md", "LAUNCH=gloo sbatch run.slurm")
+    job = submit(lab, example, folder, options=two_processes(source), line=line)
     preempt_and_kill(job)
     assert job.log.count("2 processes on 2 nodes, gloo on cpu, 1 thread each") == 3, job.log
     assert not list(folder.rglob("*was-called"))

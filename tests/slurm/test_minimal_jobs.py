@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import outputs
+from harness import outputs, readme
 from harness.jobs import submit
 from harness.launchers import LAUNCHERS, MINIMAL, copy_example
 from harness.runs import Reference
@@ -24,7 +24,8 @@ def test_minimal_job(
     """It trains as run.slurm does, with as many processes, and one of them prints and writes the model."""
     folder = copy_example(source, tmp_path / example)
     (folder / ".venv").symlink_to(sys.prefix)  # it does not read VENV
-    job = submit(lab, example, folder, script="minimal.slurm").wait()
+    line = readme.command(f"examples/{example}/README.md", "sbatch minimal.slurm")
+    job = submit(lab, example, folder, line=line).wait()
     assert job.shown["JobState"] == "COMPLETED", job.log
     line = r"epoch (\d+): train loss ([\d.]+)(?:, test loss [\d.]+)?(?:, test acc [\d.]+%)?$"
     printed = re.findall(line, job.log, re.MULTILINE)

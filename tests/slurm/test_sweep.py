@@ -3,17 +3,15 @@
 import csv
 import os
 import re
-import shlex
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from harness import outputs, readme
-from harness.jobs import SETTINGS, hand_over, job_processes, slowed
+from harness.jobs import SETTINGS, hand_over, job_processes, sbatch, slowed
 from harness.launchers import ROOT
 from harness.processes import ASK_SLURM, command_lines, wait_until
 from lab import Lab, faults, why_not
@@ -34,11 +32,10 @@ def test_eight_trials(example: str, source: Path, lab: Lab, tmp_path: Path) -> N
     shutil.copytree(ROOT / "sweep", folder, ignore=shutil.ignore_patterns("output", "*.out"))
     slowed(source, tmp_path / "examples" / example, "2")
     hand_over(tmp_path)
-    # The page's command; each task has a node of its own.
-    (command,) = [line for block in readme.blocks(ROOT / "docs" / "sweeps.md") for line in block if "sbatch" in line]
-    _, sbatch, *words = shlex.split(command.replace("torchrun_multinode", example))
-    options = ["--parsable", "--exclusive", "--cpus-per-task=2"]
-    array = lab.run([sbatch, *options, *words], cwd=folder, env=SETTINGS, check=True).stdout.strip()
+    enter = readme.command("docs/sweeps.md", "cd sweep")
+    submit = readme.command("docs/sweeps.md", "... sbatch ...", {"../examples/torchrun_multinode/.venv": sys.prefix})
+    words = sbatch(f"{enter} && {submit}", ["--exclusive", "--cpus-per-task=2"])  # each task has a node of its own
+    array = lab.run(words, cwd=tmp_path, env=SETTINGS, check=True).stdout.strip()
     logs = {task: folder / f"sweep-{array}_{task}.out" for task in (1, 2)}
 
     def trial_of(task: int) -> int:
@@ -66,10 +63,8 @@ def test_eight_trials(example: str, source: Path, lab: Lab, tmp_path: Path) -> N
     log = logs[1].read_text()
     assert state == "COMPLETED" and "no trial is left" in log, log + "".join(logs[2].read_text())
 
-    show = [sys.executable, "sweep.py", "show", f"output/{example}"]
-    shown = subprocess.run(show, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert shown.returncode == 0, shown.stderr
-    print(log, shown.stdout)
+    show = readme.command("docs/sweeps.md", "... show ...", {"../examples/torchrun_multinode/.venv": sys.prefix})
+    print(log, readme.run_block([enter, show], tmp_path).stdout)
     with open(folder / "output" / example / "sweep.csv", newline="") as file:
         rows = {int(row["trial"]): row for row in csv.DictReader(file)}
     assert sorted(rows) == list(range(8)) and {row["state"] for row in rows.values()} <= {"complete", "pruned"}, rows
