@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness import edits, outputs, refusals, runs
-from harness.launchers import LAUNCHERS
+from harness.launchers import HOROVOD, LAUNCHERS
 from harness.runs import Reference
 
 # A loss that is not a number: on rank 1 alone, in the training step that the variable BAD counts from its start on.
@@ -216,6 +216,8 @@ def test_own_data_and_models(example: str, folder: Path) -> None:
     checkpoint = (folder / "first" / "checkpoint.pt").read_bytes()
     for name, (_, words, refused, text) in CASES.items():
         log = (folder / f"{name}.txt").read_text()
+        if name == "from-1" and example in HOROVOD:  # which has no backward pass before the first batch
+            *_, text = CASES["from-1-hidden"]
         assert text in log and (statuses[name] == "2") == refused and statuses[name] in "02", f"{name}: {log}"
         assert not refused or len(re.findall("^train.py: error: ", log, re.MULTILINE)) == 1, log
         assert "Traceback" not in log, log

@@ -509,6 +509,8 @@ def test_bad_input(example: str, finished: Path) -> None:
     cifar = {"--dataset cifar": ["--dataset", "'cifar'", "digits"]} if launcher.convnet else {}
     before = content(output), content(truncated)
     calls = {(READ, f"{same} --epochs {EPOCHS - 1}"): ["output/checkpoint", "5 epochs", "not 4"]}
+    calls[READ, f"{same} --seed 1"] = ["output/checkpoint", "seed 0:"]
+    calls[READ, f"{same} --precision bf16"] = ["output/checkpoint", "precision fp32:"]
     calls |= {("train.parse_args()", words): expected for words, expected in (BAD_ARGUMENTS | cifar).items()}
     refusals.assert_runs_refused(example, finished, texts, calls | refusals.bad_numbers(finished))
     assert (content(output), content(truncated)) == before

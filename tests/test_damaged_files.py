@@ -7,6 +7,7 @@ import ast
 import contextlib
 import io
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -98,6 +99,25 @@ def test_unfinished_files(tmp_path: Path) -> None:
     assert plumbing.lock(tmp_path) is None
     assert not any((tmp_path / name).exists() for name in left)
     assert all((tmp_path / name).exists() for name in (*own, "other/tmp.1.run.json", "tmp.5.folder.pt"))
+
+
+def test_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a file's content is flushed to the disk before it gets its name: else a power failure leaves a part."""
+    fsync, replace, calls = os.fsync, os.replace, []
+
+    def flush(number: int) -> None:
+        calls.append(f"flushed {os.fstat(number).st_size}")
+        fsync(number)
+
+    def name(source: Path, target: Path) -> None:
+        calls.append(f"named {target.name}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "replace", name)
+    for path in (tmp_path / "checkpoint.pt", tmp_path / "checkpoint.pt"):
+        plumbing.write(path, lambda file: file.write(b"x" * 100_001))
+    assert calls == ["flushed 100001", "named checkpoint.pt"] * 2
 
 
 def make_lock_folder(path: Path) -> None:

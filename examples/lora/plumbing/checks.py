@@ -477,6 +477,8 @@ def explain(error):
     last = text.rpartition("\n")[2]
     if type(error).__name__ == "DataError":
         return re.sub(r"^[\w.]*DataError: ", "", last)
+    if text.startswith("Horovod has been shut down"):
+        return "another process of the run has ended: what that one says is the cause"
     if last.startswith("Expected more than 1 value per channel"):
         return f"BatchNorm needs batches of 2 or more samples ({last}): use a larger --batch-size"
     bad_label = r"Target (-?\d+) is out of bounds|label value of (-?\d+) which is outside"
