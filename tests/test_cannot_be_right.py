@@ -19,7 +19,7 @@ losses, cross_entropy = [0], functional.cross_entropy
 
 def sometimes_nan(*args, **options):
     loss = cross_entropy(*args, **options)
-    if "reduction" not in options:  # in training
+    if options.get("reduction", "mean") == "mean":  # in training
         losses[0] += 1
         if os.environ.get("BAD") == str(losses[0]) and {rank} == 1:
             return loss * float("nan")
