@@ -52,7 +52,7 @@ FAULTS = {
         "train_loss",
     ),
     "a checkpoint that is not atomic": Fault(
-        "/plumbing/files.py",
+        "/examples/torchrun_multinode/plumbing/files.py",
         'temporary = path.with_name(f"tmp.{os.getpid()}.{path.name}")',
         "temporary = path",
         "tests/test_keep_epochs.py::test_killed_at_each_moment",
