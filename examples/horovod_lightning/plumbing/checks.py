@@ -505,8 +505,9 @@ def explain_compiler(text):
     lines = [line for line in lines if line]
     errors = [*lines[:1], *(line for line in lines if "error: " in line)]
     wrong = f"PyTorch cannot compile the model ({': '.join(errors[:2])[:400]})"
-    need = "A CPU needs g++, a GPU gcc and Triton, both need Python.h and a folder to write to"
-    return f"--compile: {wrong}. {need}: see docs/compile.md, or leave it out"
+    need = "A CPU needs g++, a GPU gcc and Triton, both need Python.h"
+    folder = "a folder to write to, and to run programs from (TORCHINDUCTOR_CACHE_DIR)"
+    return f"--compile: {wrong}. {need} and {folder}: see docs/compile.md, or leave it out"
 
 
 def first_line(text):

@@ -53,7 +53,9 @@ def config_errors(args):
         other = isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError))
         if other or "gloo" in message:
             raise  # not a mistake in the config
-        if "build" in message:
+        if "failed to map segment" in message:
+            message += ": set TORCH_EXTENSIONS_DIR to a folder that is not mounted with noexec"
+        elif "build" in message:
             login = "build it on a login node (DS_BUILD_CPU_ADAM=1, see README.md)"
             message += f": install ninja and g++, or {login}"
         fail(f"{args.deepspeed_config}: {message}")
