@@ -24,7 +24,12 @@ pytestmark = pytest.mark.only("horovod_tensorflow")
 
 @pytest.fixture
 def numpy_data(source: Path) -> ModuleType:
-    """The example's module that reads the data."""
+    """The example's module that reads the data.
+
+    Its download imports TensorFlow, after which the import of torchvision aborts the process: so that comes first.
+    """
+    import torchvision  # noqa: F401
+
     return outputs.import_file(source / "numpy_data.py")
 
 
