@@ -279,28 +279,33 @@ def kill_and_resume(
     """Kill a run at a random moment in each of these ways, resume it each time, and compare its end with the reference.
 
     One kill in four comes before the run's first line: in its imports, its rendezvous, or as it reads the checkpoint.
-    The others come in a step, an evaluation, a save, or after them all. Return the last run, which has the variables.
-    Each run may do two epochs, so that on a fast machine, too, none is over before its kill. The variable KILL_SEED
-    repeats the moments of an earlier test, as far as a machine can, and KILL_EARLY=1 has all of them come so early.
+    The others come in a step, an evaluation, a save, or after them all. At the end of the kills there is a checkpoint,
+    which the last run reads: that one has the variables, and is returned. Each run may do two epochs, so that on a fast
+    machine, too, none is over before its kill. The variable KILL_SEED repeats the moments of an earlier test, as far as
+    a machine can, and KILL_EARLY=1 has all of them come early.
     """
     seed = os.environ.get("KILL_SEED") or str(random.randrange(10**6))
     print(f"the moments of the kills: KILL_SEED={seed} in the environment repeats them")
     moments = random.Random(seed)
     hold_epochs(folder, LAUNCHERS[example])
     first_line = 6.0  # s that it takes to come, until a run has shown it
-    for number, kill in enumerate(kills):
-        (folder / HOLD).write_text(str(2 * number + 2))
+    saved, number = folder / "output" / "metrics.csv", 0
+    while number < len(kills) or not saved.exists():
+        kill = kills[min(number, len(kills) - 1)]
+        (folder / HOLD).write_text(str(2 * min(number, len(kills) - 1) + 2))
         started = time.monotonic()
         run = start(example, folder, 2, *arguments, *["--resume"] * bool(number))
-        if moments.randrange(4) == 0 or os.environ.get("KILL_EARLY"):
+        if number < len(kills) and (moments.randrange(4) == 0 or os.environ.get("KILL_EARLY")):
             time.sleep(first_line * moments.random())
         else:
             run.read_until(LAUNCHERS[example].first_line)
             first_line = time.monotonic() - started
-            for _ in range(moments.randrange(2)):  # epochs that this run gets to see the end of
+            last = number >= len(kills) - 1 and not saved.exists()
+            for _ in range(max(last, moments.randrange(2))):  # epochs that this run gets to see the end of
                 run.read_until("train loss")
             time.sleep(0.6 * moments.random())
         kill(example, run)
+        number += 1
     (folder / HOLD).unlink()
     run = train(example, folder, 2, *arguments, "--resume", seconds=300, **variables)
     assert_same_run(folder / "output", reference.output)

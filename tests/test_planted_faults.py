@@ -60,7 +60,11 @@ FAULTS = {
         "",
     ),
     "no drop_last": Fault(
-        "train.py", "seed=args.seed, drop_last=True)", "seed=args.seed)", CONTRACT + "same_bits_as_ddp_spawn", "loss"
+        "train.py",
+        "BatchSampler(sampler, args.batch_size, drop_last=True)",
+        "BatchSampler(sampler, args.batch_size, drop_last=False)",
+        CONTRACT + "same_bits_as_ddp_spawn",
+        "loss",
     ),
     "requeue of the array's id": Fault(
         "plumbing/requeue.sh",
@@ -74,7 +78,7 @@ FAULTS = {
         "        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         "",
         CONTRACT + "two_runs_in_one_folder",
-        "hung for",
+        "another run",
         "ddp_spawn",
     ),
     "a resume that forgets the optimizer": Fault(
@@ -111,7 +115,11 @@ FAULTS = {
         "train.py", "        optimizer.zero_grad()\n", "", CONTRACT + "same_bits_as_ddp_spawn", "loss"
     ),
     "lines of every rank": Fault(
-        "plumbing/records.py", "    if rank() > 0:\n        return\n", "", CONTRACT + "default_run", "== 1"
+        "plumbing/records.py",
+        "    if rank() > 0:\n        return\n    row = ",
+        "    row = ",
+        CONTRACT + "default_run",
+        "values == expected",
     ),
     "a rate times the number of processes": Fault(
         "train.py",
