@@ -60,7 +60,10 @@ def can_have_cpu_build(uv: str, python: str, pin: str) -> bool:
     words = ["--dry-run", "--reinstall", "--no-deps", "--torch-backend=cpu", "--python", python]
     variables = {"UV_HTTP_RETRIES": "0", "UV_HTTP_TIMEOUT": "10"}
     command = [uv, "pip", "install", *words, pin]
-    return subprocess.run(command, capture_output=True, env={**os.environ, **variables}).returncode == 0
+    try:
+        return subprocess.run(command, capture_output=True, timeout=60, env={**os.environ, **variables}).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def build_of_torch(uv: str, python: str, requirements: Path) -> tuple[dict[str, str], str]:

@@ -440,7 +440,8 @@ def test_another_number_of_processes(example: str, folder: Path, tmp_path: Path,
     rounding = 1e-6 if example == "lora" else 1e-9  # RMSNorm of transformers computes in fp32, whatever the weights are
     edits.note_use(folder, launcher)
     if launcher.convnet:
-        edits.leave_digits(folder, 484)  # five steps in an epoch: fp64 takes long
+        # Four steps in an epoch, since fp64 takes long; parts that are filled up to the same length would have a fifth.
+        edits.leave_digits(folder, 479)
     if example == "torchrun_vision":
         edits.without_batchnorm(folder)
     *before, last = numbers

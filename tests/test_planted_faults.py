@@ -61,10 +61,11 @@ FAULTS = {
     ),
     "no drop_last": Fault(
         "train.py",
-        "BatchSampler(sampler, args.batch_size, drop_last=True)",
-        "BatchSampler(sampler, args.batch_size, drop_last=False)",
-        CONTRACT + "same_bits_as_ddp_spawn",
-        "loss",
+        "seed=args.seed, drop_last=True)",
+        "seed=args.seed)",
+        CONTRACT + "another_number_of_processes",
+        "",
+        "ddp_spawn",
     ),
     "requeue of the array's id": Fault(
         "plumbing/requeue.sh",
