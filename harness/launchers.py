@@ -29,6 +29,16 @@ def copy_example(source: Path, target: Path) -> Path:
     return Path(shutil.copytree(source, target, ignore=left_out))
 
 
+def copy_repository(target: Path) -> Path:
+    """Copy this repository without what git, nox, tests and runs have left in it."""
+    hidden = shutil.ignore_patterns(".git", ".nox", ".*_cache", ".hypothesis", "results")
+
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        return LEFT_OUT(folder, names) | hidden(folder, names)
+
+    return Path(shutil.copytree(ROOT, target, ignore=left_out))
+
+
 # How torchrun names a killed process. Once in some hundred times it reads the report that another process is just
 # writing, of its lost connection, and fails on that instead.
 TORCHRUN_KILLED = r"rank *: \d(.|\n)*SIGKILL|Failed to parse reply file"

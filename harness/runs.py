@@ -289,22 +289,20 @@ def kill_and_resume(
     moments = random.Random(seed)
     hold_epochs(folder, LAUNCHERS[example])
     first_line = 6.0  # s that it takes to come, until a run has shown it
-    saved, number = folder / "output" / "metrics.csv", 0
-    while number < len(kills) or not saved.exists():
-        kill = kills[min(number, len(kills) - 1)]
-        (folder / HOLD).write_text(str(2 * min(number, len(kills) - 1) + 2))
+    saved, number, last = folder / "output" / "metrics.csv", 0, len(kills) - 1
+    while number <= last or not saved.exists():
+        (folder / HOLD).write_text(str(2 * min(number, last) + 2))
         started = time.monotonic()
         run = start(example, folder, 2, *arguments, *["--resume"] * bool(number))
-        if number < len(kills) and (moments.randrange(4) == 0 or os.environ.get("KILL_EARLY")):
+        if number <= last and (moments.randrange(4) == 0 or os.environ.get("KILL_EARLY")):
             time.sleep(first_line * moments.random())
         else:
             run.read_until(LAUNCHERS[example].first_line)
             first_line = time.monotonic() - started
-            last = number >= len(kills) - 1 and not saved.exists()
-            for _ in range(max(last, moments.randrange(2))):  # epochs that this run gets to see the end of
+            if moments.randrange(2) or (number >= last and not saved.exists()):  # it sees the end of an epoch
                 run.read_until("train loss")
             time.sleep(0.6 * moments.random())
-        kill(example, run)
+        kills[min(number, last)](example, run)
         number += 1
     (folder / HOLD).unlink()
     run = train(example, folder, 2, *arguments, "--resume", seconds=300, **variables)

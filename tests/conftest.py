@@ -20,6 +20,7 @@ from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, Launcher, copy_example 
 from harness.reference import reference as make_reference  # noqa: E402
 from harness.refusals import RefusedError  # noqa: E402
 from harness.runs import Reference  # noqa: E402
+from harness.sessions import in_ci  # noqa: E402
 from lab import Lab, Wanted, why_not  # noqa: E402
 
 # A shell lets what it starts with `&` ignore SIGINT, and so would everything that these tests start.
@@ -86,9 +87,8 @@ def when_it_runs(item: pytest.Item) -> set[str]:
     return {when for when, *names in marks if not names or example in names}
 
 
-def is_weekly(item: pytest.Item) -> bool:
-    """Whether a test is too long for the ordinary checks, alone or with its example: see the mark `runs`."""
-    when = when_it_runs(item)
+def is_weekly(item: pytest.Item, when: set[str]) -> bool:
+    """Whether a test is too long for the ordinary checks, alone or with its example, by these words of `runs`."""
     if "example" not in item.fixturenames:
         return "weekly" in when
     example = item.callspec.params["example"]
@@ -109,9 +109,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not (belongs(item) if of_example else not config.getoption("example")):
             continue
         chosen.append(item)
-        if is_weekly(item):
+        when = when_it_runs(item)
+        if is_weekly(item, when):
             item.add_marker("weekly")
-        elif "smoke" in (when := when_it_runs(item)) and "checks" not in when:
+        elif "smoke" in when and "checks" not in when:
             item.add_marker("smoke")
         if not of_example:
             item.add_marker("repo")
@@ -125,7 +126,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """In CI make a skip a failure, but for those that are permitted."""
     report = yield
-    if report.skipped and os.environ.get("CI") in ("true", "1"):
+    if report.skipped and in_ci():
         *_, reason = report.longrepr
         if not any(re.match(pattern, reason.removeprefix("Skipped: ")) for pattern in PERMITTED_SKIPS):
             report.outcome = "failed"

@@ -5,7 +5,6 @@ This tests the tests. Each fault is planted in a copy of the repository, where t
 """
 
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from harness import edits
-from harness.launchers import ROOT
+from harness.launchers import copy_repository
 from harness.processes import finish
 from lab import why_not
 
@@ -147,8 +146,7 @@ def test_found(example: str, tmp_path: Path, name: str) -> None:
     fault = FAULTS[name]
     if "slurm" in fault.test and (reason := why_not()):
         pytest.skip(reason)
-    left_out = shutil.ignore_patterns(".git", ".nox", ".venv*", "__pycache__", "output", "results")
-    repository = Path(shutil.copytree(ROOT, tmp_path / "repository", ignore=left_out))
+    repository = copy_repository(tmp_path / "repository")
     folder = repository if fault.file.startswith("/") else repository / "examples" / fault.example
     edits.edit(folder / fault.file.lstrip("/"), fault.old, fault.new)
     file, _, test = fault.test.partition("::")

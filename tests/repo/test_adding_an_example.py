@@ -1,7 +1,6 @@
 """CONTRIBUTING.md, "Add an example": who follows it has touched every place, and a step left out is noticed."""
 
 import re
-import shutil
 import subprocess
 import sysconfig
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness import edits, readme
-from harness.launchers import LEFT_OUT, ROOT
+from harness.launchers import ROOT, copy_repository
 from harness.processes import clean_environment, finish
 from tests.slurm import test_faults
 
@@ -25,12 +24,7 @@ ROW = re.compile(r"^\| \[(\w+)\]\(examples/\1\) \|.*\n", re.MULTILINE)
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A copy of this repository."""
-    hidden = shutil.ignore_patterns(".git", ".nox", ".*_cache", ".hypothesis", "results")
-
-    def left_out(folder: str, names: list[str]) -> set[str]:
-        return LEFT_OUT(folder, names) | hidden(folder, names)
-
-    return Path(shutil.copytree(ROOT, tmp_path / "repository", ignore=left_out))
+    return copy_repository(tmp_path / "repository")
 
 
 def run(command: str, repository: Path) -> subprocess.CompletedProcess[str]:

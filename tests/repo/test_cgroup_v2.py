@@ -21,7 +21,7 @@ TESTS = "test_signals_reach_tasks_only or test_suspended_job_ends_with_its_lab"
 # its memory.
 INIT = """#!/bin/sh
 export PATH={path} HOME=/root PYTHONDONTWRITEBYTECODE=1
-mount -t proc proc /proc
+mount -t proc proc /proc || exit  # without it, what is written there would be meant for this machine
 mount -t sysfs sysfs /sys
 mount -t tmpfs tmpfs /run
 mount -t cgroup2 cgroup2 /sys/fs/cgroup

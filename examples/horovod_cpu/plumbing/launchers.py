@@ -70,10 +70,8 @@ def end(status):
     if hvd := horovod():
         hvd.shutdown()  # otherwise the others would report that they have lost this one
     for child in multiprocessing.active_children():
-        if (
-            child.daemon
-        ):  # a worker of a DataLoader: it could outlive this process, or fail at its end
-            child.kill()
+        if child.daemon:
+            child.kill()  # a worker of a DataLoader, which could outlive this process
     if multiprocessing.parent_process() is None:
         with contextlib.suppress(OSError):  # there are sockets of the workers of a DataLoader
             shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
