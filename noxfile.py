@@ -41,7 +41,7 @@ def install(session: nox.Session, folder: Path) -> None:
     variables = {}
     if session.name.startswith(("train", "smoke")) and LAUNCHERS[folder.name].pytorch:
         uv = nox.virtualenv.UV if session.venv_backend == "uv" else ""
-        variables, why = sessions.build_of_torch(uv, f"{session.bin}/python", folder / "requirements.txt")
+        variables, why = sessions.build_of_torch(uv, folder / "requirements.txt")
         session.log(f"PyTorch: {why}")
     session.install("-r", str(folder / "requirements.txt"), env=variables)
     if (folder / "install.sh").exists():
@@ -91,11 +91,12 @@ def run_tests(session: nox.Session, example: str, kind: str) -> None:
         folder = copy_example(ROOT / "examples" / example, Path(temporary, example))
         arguments = other_release(session, folder)
         install(session, folder)
-        # Before the tests' packages are there, which could hide that the example lacks one. It also compiles the
-        # modules: processes that start together would each do so, and jobs, another user's, could not keep them.
-        session.run("python", str(folder / "train.py"), "--help", silent=True)
+        # It trains before the tests' packages are there, which could hide that the example lacks one. So does --help,
+        # which also compiles the modules: jobs, another user's, could not keep them.
         if kind == "smoke":
             session.run("python", "-m", "harness.reference", example, str(folder), references())
+        else:
+            session.run("python", str(folder / "train.py"), "--help", silent=True)
         if not LAUNCHERS[example].pytorch:
             session.install("-r", "examples/ddp_spawn/requirements.txt")  # the tests compute with PyTorch
         options = [f"--example={example}", f"--folder={folder}", f"--references={references()}"]

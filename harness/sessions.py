@@ -54,10 +54,10 @@ def in_ci() -> bool:
     return os.environ.get("CI") in ("true", "1")
 
 
-@functools.cache
-def can_have_cpu_build(uv: str, python: str, pin: str) -> bool:
-    """Return whether uv can have the build for CPUs of a PyTorch; where its index does not answer, after 10 s."""
-    words = ["--dry-run", "--reinstall", "--no-deps", "--torch-backend=cpu", "--python", python]
+@functools.cache  # once for all sessions: where packets are dropped, it takes 10 s
+def can_have_cpu_build(uv: str, pin: str) -> bool:
+    """Return whether uv can have the build for CPUs of a PyTorch, for this Python."""
+    words = ["--dry-run", "--reinstall", "--no-deps", "--torch-backend=cpu", "--python", sys.executable]
     variables = {"UV_HTTP_RETRIES": "0", "UV_HTTP_TIMEOUT": "10"}
     command = [uv, "pip", "install", *words, pin]
     try:
@@ -66,7 +66,7 @@ def can_have_cpu_build(uv: str, python: str, pin: str) -> bool:
         return False
 
 
-def build_of_torch(uv: str, python: str, requirements: Path) -> tuple[dict[str, str], str]:
+def build_of_torch(uv: str, requirements: Path) -> tuple[dict[str, str], str]:
     """Return the variable with which uv takes PyTorch's build for CPUs, where that will do, and which build it is.
 
     That one is a tenth of the download. On Linux, PyPI has the build for CUDA, which the fake GPUs need; elsewhere it
@@ -83,7 +83,7 @@ def build_of_torch(uv: str, python: str, requirements: Path) -> tuple[dict[str, 
     if not uv:
         return {}, "PyPI's build for CUDA, since uv does not install it"
     pin = re.search(r"^torch==\S+", requirements.read_text(), re.MULTILINE)[0]
-    if not can_have_cpu_build(uv, python, pin):
+    if not can_have_cpu_build(uv, pin):
         return {}, "PyPI's build for CUDA, since the index of those for CPUs cannot be reached"
     return {"UV_TORCH_BACKEND": "cpu"}, "the build for CPUs, since there is no NVIDIA driver"
 

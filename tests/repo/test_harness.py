@@ -385,7 +385,7 @@ def test_build_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: s
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    found = sessions.build_of_torch(str(tmp_path / uv) if uv else "", "python", tmp_path / "requirements.txt")
+    found = sessions.build_of_torch(str(tmp_path / uv) if uv else "", tmp_path / "requirements.txt")
     assert found[0] == expected and says in found[1]
 
 
