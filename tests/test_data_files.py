@@ -11,6 +11,8 @@ import pytest
 from harness import outputs, readme, refusals, runs, samples
 from harness.launchers import LAUNCHERS
 
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where its package dataset-fashion-mnist has the files
+
 
 @pytest.fixture
 def data() -> ModuleType:
@@ -50,6 +52,58 @@ def test_reads_idx_files(data: ModuleType, tmp_path: Path, name: str) -> None:
     assert (len(train_set), len(test_set)) == (samples.SIZES["train"], samples.SIZES["t10k"])
     assert train_set.images.numpy().tobytes() == samples.idx_files()["train-images-idx3-ubyte"][16:]
     assert bytes(test_set.labels.tolist()) == samples.idx_files()["t10k-labels-idx1-ubyte"][8:]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("place", ["MNIST/raw", "MNIST", "."])
+def test_where_idx_files_lie(data: ModuleType, tmp_path: Path, place: str, packed: bool) -> None:
+    """The files are found where torchvision puts them, and where others do, packed or not, with a dot in the name."""
+    folder = tmp_path / place
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, content in samples.idx_files().items():
+        name = f"{file}.gz" if packed else file.replace("-idx", ".idx")
+        (folder / name).write_bytes(gzip.compress(content) if packed else content)
+    train_set, test_set = data.load("mnist", str(tmp_path))
+    assert train_set.images.numpy().tobytes() == samples.idx_files()["train-images-idx3-ubyte"][16:]
+    assert bytes(test_set.labels.tolist()) == samples.idx_files()["t10k-labels-idx1-ubyte"][8:]
+
+
+@pytest.mark.parametrize(("asked", "there"), [("mnist", "fashion_mnist"), ("fashion_mnist", "mnist")])
+def test_files_of_the_other_data_set(data: ModuleType, tmp_path: Path, asked: str, there: str) -> None:
+    """The files of both data sets have the same names: those of the other one are not taken for what was asked for."""
+    first = {"mnist": bytes([5, 0, 4, 1, 9, 2, 1, 3]), "fashion_mnist": bytes([9, 0, 0, 3, 0, 2, 7, 2])}[there]
+    for file, content in samples.idx_files().items():
+        labels = content[:8] + first + content[16:]
+        (tmp_path / file).write_bytes(labels if file.startswith("train-labels") else content)
+    with pytest.raises(data.DataError, match=f"are {there}: use --dataset {there}"):
+        data.load(asked, str(tmp_path))
+    data.load(there, str(tmp_path))
+
+
+@pytest.mark.parametrize("cut", [10, 2000])
+def test_damaged_packed_files(data: ModuleType, tmp_path: Path, cut: int) -> None:
+    """A packed file that was cut off, or that has changed, is refused; nobody is told to remove a site's folder."""
+    for file, content in samples.idx_files().items():
+        packed = bytearray(gzip.compress(content))
+        if file == "train-images-idx3-ubyte":
+            packed[cut] ^= 255
+            packed = packed[: len(packed) - (cut < 100)]
+        (tmp_path / f"{file}.gz").write_bytes(packed)
+    with pytest.raises(data.DataError, match=r"cannot be read \(.*: copy them there again, or give another --data-dir"):
+        data.load("mnist", str(tmp_path))
+
+
+@pytest.mark.weekly
+@pytest.mark.timeout(1600)
+@pytest.mark.only("ddp_spawn", "horovod_tensorflow")
+def test_fashion_mnist(example: str, folder: Path) -> None:
+    """On FashionMNIST itself, as Debian packages it, five epochs come to the accuracy that the front page names."""
+    if not DEBIAN.exists():
+        pytest.skip(f"needs the Debian package dataset-fashion-mnist: there is no {DEBIAN}")
+    arguments = ("--dataset", "fashion_mnist", "--data-dir", str(DEBIAN), "--epochs", "5")
+    runs.train(example, folder, 2, *arguments, seconds=1500)
+    rows = outputs.read_metrics(folder / "output")
+    assert rows[-1]["test_accuracy"] > 0.915 and len(rows) == 5
 
 
 @pytest.mark.parametrize("file", ["train-images", "train-labels", "t10k-images", "t10k-labels"])

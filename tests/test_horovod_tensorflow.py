@@ -122,11 +122,11 @@ def test_download(
     with samples.served(tmp_path / "served") as address:
         packed = [tmp_path / "served" / f"{file}.gz" for file in numpy_data.FILES]
         sums = [hashlib.md5(path.read_bytes()).hexdigest() for path in packed]
-        monkeypatch.setitem(numpy_data.DOWNLOADS, "mnist", ("MNIST", address, " ".join([*sums[:3], "0" * 32])))
+        monkeypatch.setitem(numpy_data.DOWNLOADS, "mnist", (address, " ".join([*sums[:3], "0" * 32])))
         with pytest.raises(SystemExit):
             numpy_data.main()
         assert "mnist was not downloaded" in capsys.readouterr().err and not list((tmp_path / "data").iterdir())
-        monkeypatch.setitem(numpy_data.DOWNLOADS, "mnist", ("MNIST", address, " ".join(sums)))
+        monkeypatch.setitem(numpy_data.DOWNLOADS, "mnist", (address, " ".join(sums)))
         for _ in range(2):
             numpy_data.main()
             assert "mnist is in data/MNIST" in capsys.readouterr().out

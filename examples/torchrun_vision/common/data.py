@@ -23,9 +23,10 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-# The values are torchvision's names of their class and of their folder.
-DOWNLOADS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
-NAMES = ("digits", *DOWNLOADS, "synthetic")
+from common.arrays import FOLDERS, DataError, idx_parts
+from common.arrays import labelled_images as labelled_images  # own_data.py takes it from here
+
+NAMES = ("digits", *FOLDERS, "synthetic")
 # How files begin that are given as a text by mistake.
 NO_TEXT = {
     b"\x1f\x8b": "compressed (gzip)",
@@ -35,10 +36,6 @@ NO_TEXT = {
     b"\xfd7zXZ": "compressed (xz)",
     b"(\xb5/\xfd": "compressed (zstd)",
 }
-
-
-class DataError(Exception):
-    """The data cannot be read; the message is one line that says why and what to do."""
 
 
 class Images(Dataset):
@@ -77,9 +74,9 @@ def load(name: str, data_dir: str = "data", size: int = 12_000) -> tuple[Images,
         return _digits()
     if name == "synthetic":
         return _synthetic(size, seed=0), _synthetic(max(1, size // 6), seed=1)
-    if name in DOWNLOADS:
-        train_set = _torchvision(name, data_dir, train=True)
-        test_set = _torchvision(name, data_dir, train=False)
+    if name in FOLDERS:
+        parts = idx_parts(name, data_dir, "python -m common.data")
+        train_set, test_set = [Images(*map(torch.from_numpy, part)) for part in parts]
         return train_set, test_set
     raise DataError(f"unknown data set {name!r}: choose from {', '.join(NAMES)}")
 
@@ -107,162 +104,29 @@ def _synthetic(size: int, seed: int) -> Images:
     return Images(patterns[labels] + noise, labels)
 
 
-def _reader(name: str) -> type[Dataset]:
-    """Return torchvision's class for mnist or fashion_mnist."""
-    try:
-        # It is imported only when needed: it adds seconds and 160 MB to every process.
-        from torchvision import datasets
-    except (ImportError, RuntimeError) as error:  # RuntimeError: its build does not fit torch's
-        advice = "pip install -r requirements.txt"
-        raise DataError(f"{name} needs torchvision ({error}): {advice}") from error
-    return getattr(datasets, DOWNLOADS[name])
-
-
-def _torchvision(name: str, data_dir: str, train: bool) -> Images:
-    """Read one part of mnist or fashion_mnist with torchvision's own reader."""
-    command = f"python -m common.data {name} --data-dir {data_dir}"
-    advice = f"remove that folder, then run: {command}"
-    reader = _reader(name)
-    folder = Path(data_dir, DOWNLOADS[name], "raw")
-    try:
-        part = reader(data_dir, train=train)
-    except RuntimeError as error:
-        if "not found" in str(error):
-            advice = f"where there is internet, run: {command}"
-            raise DataError(f"no {name} in {folder}: {advice}") from error
-        raise DataError(f"a file in {folder} is damaged: {advice}") from error
-    except (AssertionError, EOFError, LookupError, OSError, TypeError, ValueError) as error:
-        wrong = f"a file in {folder} cannot be read ({error!r})"
-        raise DataError(f"{wrong}: remove it, then run: {command}") from error
-    images = part.data
-    labels = part.targets
-    if images.shape[1:] != (28, 28) or len(images) != len(labels) or not len(images):
-        raise DataError(f"the files in {folder} do not belong together: {advice}")
-    if not images.any():
-        raise DataError(f"the files in {folder} have images without a pixel above 0: {advice}")
-    if labels.max() > 9:
-        raise DataError(f"the files in {folder} have labels up to {labels.max()}: {advice}")
-    return Images(images, labels)
-
-
 def download(name: str, data_dir: str) -> Path:
     """Download mnist or fashion_mnist into `data_dir` and return its folder.
 
     A failed download leaves nothing. Raises DataError if no mirror answers or a checksum is wrong.
     """
-    reader = _reader(name)
-    folder = Path(data_dir, DOWNLOADS[name])
+    folder = Path(data_dir, FOLDERS[name])
     if folder.exists():
         load(name, data_dir)
         return folder
     try:
+        from torchvision import datasets
+    except (ImportError, RuntimeError) as error:  # RuntimeError: its build does not fit torch's
+        advice = "pip install -r requirements.txt"
+        raise DataError(f"to download {name} needs torchvision ({error}): {advice}") from error
+    download_with = getattr(datasets, FOLDERS[name])
+    try:
         os.makedirs(data_dir, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=data_dir, prefix=".download-") as temporary:
-            reader(temporary, download=True)
-            os.replace(Path(temporary, DOWNLOADS[name]), folder)
+            download_with(temporary, download=True)
+            os.replace(Path(temporary, FOLDERS[name]), folder)
     except (OSError, RuntimeError) as error:  # torchvision raises RuntimeError for a wrong checksum
         raise DataError(f"{name} was not downloaded: {' '.join(str(error).split())}") from error
     return folder
-
-
-def labelled_images(path: Path, classes: int, size: tuple = (28, 28)) -> tuple[np.ndarray, ...]:
-    """Return the arrays `images` (N, *size), uint8, and `labels` (N,) of an .npz file.
-
-    They are looked at as a whole. Raises DataError, with what was found and what is expected, if
-    training with them would go wrong.
-    """
-    found = _arrays(path)
-    names = ", ".join(found) or "nothing"
-    if not {"images", "labels"} <= found.keys():
-        wrong = f"{path} has {names}; expected images and labels"
-        usual = "x_train and y_train, X and y, data and target, arr_0 and arr_1"
-        advice = f"np.savez(path, images=x, labels=y), in the place of {usual}"
-        raise DataError(f"own_data.py: {wrong}: {advice}")
-    images = found["images"]
-    labels = found["labels"]
-    wrong = _wrong_images(images, size) or _wrong_labels(labels, classes)
-    if not wrong and len(images) != len(labels):
-        wrong = f"there are {len(images)} images and {len(labels)} labels; expected as many"
-    if wrong:
-        raise DataError(f"own_data.py: {path}: {wrong}")
-    return images, labels
-
-
-def _arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays in an .npz file by their names."""
-    try:
-        file = np.load(path)
-        if isinstance(file, np.ndarray):
-            raise ValueError("it is a single array, as np.save writes it")
-        with file:
-            return {name: file[name] for name in file.files}
-    except FileNotFoundError:
-        folder = Path(path).parent
-        names = sorted(entry.name for entry in folder.glob("*"))
-        there = ", ".join(names[:8]) or "nothing"
-        raise DataError(f"own_data.py: there is no {path}; {folder} has {there}") from None
-    except Exception as error:  # a damaged file can raise almost anything
-        reason = " ".join(str(error).split())[:160]
-        wrong = f"{path} is damaged, or no .npz file ({reason})"
-        advice = "copy it again, or write it with np.savez(path, images=x, labels=y)"
-        raise DataError(f"own_data.py: {wrong}: {advice}, without object arrays") from None
-
-
-def _wrong_images(images: np.ndarray, size: tuple) -> str | None:
-    """Return what is wrong with an array of images, or None."""
-    height, width = size
-    are_numbers = images.dtype.kind in "biuf"
-    if images.shape[1:] != (height, width):
-        expected = f"expected (N, {height}, {width})"
-        if are_numbers and images.ndim > 1 and images[:1].size == height * width:
-            expected += f": save images.reshape(-1, {height}, {width})"
-        return f"images have the shape {images.shape}; {expected}"
-    if not len(images):
-        return "there are no images; expected 1 or more"
-    if not are_numbers:
-        return f"images are {images.dtype}; expected uint8 from 0 to 255"
-    low = float(images.min())
-    high = float(images.max())
-    found = f"from {low:g} to {high:g}"
-    if images.dtype != np.uint8:
-        advice = "scale them to 0 to 255, and save images.round().astype('uint8')"
-        if 0 <= low <= high <= 1:
-            advice = "save (images * 255.0).round().astype('uint8')"
-        elif 0 <= low <= high <= 255:
-            advice = "save (images).round().astype('uint8')"
-        return f"images are {images.dtype} {found}; expected uint8 from 0 to 255: {advice}"
-    if high <= 1:  # numbers from 0 to 1 that have lost their digits are such images, too
-        advice = "multiply by 255 before they become uint8"
-        return f"images are {found}; expected 0 to 255: {advice}"
-    return None
-
-
-def _wrong_labels(labels: np.ndarray, classes: int) -> str | None:
-    """Return what is wrong with an array of labels, or None."""
-    if labels.ndim != 1:
-        expected = "expected (N,), one number for each image"
-        if labels.ndim == 2:
-            expected += ": save labels.argmax(1)" if labels.shape[1] > 1 else ": save labels[:, 0]"
-        return f"labels have the shape {labels.shape}; {expected}"
-    if not len(labels):
-        return "there are no labels; expected 1 or more"
-    expected = f"expected whole numbers from 0 to {classes - 1} (CLASSES in own_data.py)"
-    if labels.dtype.kind == "f":
-        are_finite = np.isfinite(labels).all()
-        wrong = f"are {labels.dtype}" if are_finite else "have NaN or infinity"
-        advice = "save labels.astype('int64') once they are whole"
-        return f"labels {wrong}, such as {labels[0]:g}; {expected}: {advice}"
-    if labels.dtype.kind not in "iu":
-        advice = "number them: np.unique(labels, return_inverse=True)[1]"
-        return f"labels are {labels.dtype}, such as {labels[0]!r}; {expected}: {advice}"
-    low = int(labels.min())
-    high = int(labels.max())
-    if low < 0 or high >= classes:
-        advice = ": save labels - 1" if (low, high) == (1, classes) else ""
-        return f"labels are {low} to {high}; {expected}{advice}"
-    if low == high and len(labels) > 1:
-        return f"all {len(labels)} labels are {low}, so that there is nothing to learn; {expected}"
-    return None
 
 
 def checked(sample, index: int, shape: tuple, label_shape: tuple = (), classes: int | None = None):
@@ -471,7 +335,7 @@ def main() -> None:
     """Run the download command; end with status 2 and one line if it fails."""
     description = "Download a data set, once."
     parser = argparse.ArgumentParser(prog="python -m common.data", description=description)
-    parser.add_argument("name", choices=tuple(DOWNLOADS))
+    parser.add_argument("name", choices=tuple(FOLDERS))
     advice = "folder to put it in (default: %(default)s)"
     parser.add_argument("--data-dir", default="data", help=advice)
     args = parser.parse_args()
