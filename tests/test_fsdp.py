@@ -90,7 +90,10 @@ def test_mesh(example: str, folder: Path, mesh: str) -> None:
     assert outputs.largest_difference(outputs.read_model(folder / "output"), weights) < 1e-9
     processes, words = arguments("1x1" if mesh == "2x2" else "2x2")
     run = runs.train(example, folder, processes, *words, "--precision", "fp64", "--epochs", 2, "--resume")
-    assert re.search(r"continuing after epoch 1 of 2\n(.*\n)+the checkpoint was saved by \d groups of \d\n", run.stdout)
+    assert re.search(
+        r"continuing after epoch 1 of 2\n(.*\n)+the checkpoint was saved by \d data-parallel groups? of \d\n",
+        run.stdout,
+    )
     rows = outputs.read_metrics(folder / "output")
     assert [row["world_size"] for row in rows] == [MESHES[mesh][0], processes]
     assert [row["train_loss"] for row in rows] == pytest.approx(losses, rel=1e-9)
@@ -215,7 +218,7 @@ def test_stopped_and_continued_on_another_mesh(example: str, folder: Path) -> No
     words += ["--precision", "fp64", "--epochs", "2", "--resume", "--peak-tflops", "0.001"]
     run = runs.train(example, folder, processes, *words)
     runs.assert_continued(folder / "output", step)
-    assert "the checkpoint was saved by 2 groups of 2\n" in run.stdout
+    assert "the checkpoint was saved by 2 data-parallel groups of 2\n" in run.stdout
     rows = outputs.read_metrics(folder / "output")
     _, losses, test_losses = plain_training()
     assert [row["train_loss"] for row in rows] == pytest.approx(losses, rel=1e-9)
@@ -303,6 +306,76 @@ def test_killed_while_saving(example: str, folder: Path, reference: Reference) -
     outputs.assert_same_run(folder / "output", reference.output)
 
 
+# In the place of a slow disk: the second checkpoint is complete only when there is a file.
+HOLD = """
+    while "epoch2" in str(folder) and not os.path.exists("go"):
+        threading.Event().wait(0.05)
+"""
+
+
+@pytest.mark.runs("weekly")
+def test_async_save(example: str, folder: Path, reference: Reference) -> None:
+    """With --async-save training goes on while a checkpoint is written, to the same bits.
+
+    Killed meanwhile, the one before is resumed. The final weights are those that are written afterwards.
+    """
+    first = "    rank = dist.get_rank()\n    files = {}\n"
+    edits.edit(folder / "plumbing" / "shards.py", first, HOLD.lstrip("\n") + first)
+    run = runs.start(example, folder, 2, "--async-save")
+    run.read_epoch(2)  # although the checkpoint of epoch 2 is not complete
+    runs.kill_all(example, run)
+    (folder / "go").touch()
+    last = runs.train(example, folder, 2, "--async-save", "--keep-sharded", "--resume")
+    assert "continuing after epoch 1 of 5" in last.stdout and not (folder / "output" / "model.pt").exists()
+    line = re.search(r"`(python sharded_model\.py output)` writes model\.pt", last.stdout)[1]
+    runs.Run(line.split(), folder).wait()
+    outputs.assert_same_run(folder / "output", reference.output)
+    refused = runs.Run(["python", "sharded_model.py", "nowhere"], folder).wait()
+    assert refused.status == 2 and "there is no nowhere/checkpoint/run.json" in refused.stderr
+
+
+@pytest.mark.runs("weekly")
+def test_async_save_stopped(example: str, folder: Path, reference: Reference) -> None:
+    """Asked to stop in mid-epoch, a run with --async-save ends when that checkpoint is complete."""
+    run = runs.start(example, folder, 2, "--async-save")
+    run.read_epoch(1)
+    step = runs.ask_to_stop(example, run)
+    runs.train(example, folder, 2, "--resume")
+    runs.assert_continued(folder / "output", step)
+    outputs.assert_same_run(folder / "output", reference.output)
+
+
+@pytest.mark.runs("weekly")
+def test_async_save_fails(example: str, folder: Path) -> None:
+    """Shards that cannot be written in the background end the run with one line, too."""
+    command = ["bash", "-c", 'ulimit -f 400; exec "$@"', "bash", *LAUNCHERS[example].command(2), "--async-save"]
+    run = runs.Run(command, folder).wait()
+    refusals.assert_refused(run, 1, "cannot write output/checkpoint", "is the disk full")
+    assert not (folder / "output" / "checkpoint" / "run.json").exists()
+
+
+@pytest.mark.runs("weekly")
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_replicas(example: str, folder: Path, tensor_parallel: int) -> None:
+    """Two replicas take plain PyTorch's steps to 1e-9 in fp64; each process holds half of the model.
+
+    Then two processes without replicas continue.
+    """
+    words = [*SMALL.split(), "--tensor-parallel", tensor_parallel, "--batch-size", tensor_parallel]
+    run = runs.train(example, folder, 4, *words, "--epochs", 1, "--precision", "fp64", "--replicas", 2)
+    groups = f"{4 // tensor_parallel} data-parallel groups of {tensor_parallel} in 2 replicas"
+    whole, own = map(int, re.search(rf"{groups}; of (\d+) parameters this process holds (\d+)", run.stdout).groups())
+    assert own < 0.55 * whole
+    weights, losses, test_losses = plain_training()
+    assert outputs.largest_difference(outputs.read_model(folder / "output"), weights) < 1e-9
+    processes, words = arguments("2x1")
+    run = runs.train(example, folder, processes, *words, "--precision", "fp64", "--epochs", 2, "--resume")
+    assert f"the checkpoint was saved by {groups}\n" in run.stdout
+    rows = outputs.read_metrics(folder / "output")
+    assert [row["train_loss"] for row in rows] == pytest.approx(losses, rel=1e-9)
+    assert [row["test_loss"] for row in rows] == pytest.approx(test_losses, rel=1e-9)
+
+
 def test_refused(example: str, folder: Path) -> None:
     """Each argument that does not fit the others, and each text that cannot be used, is refused with one line."""
     texts = {
@@ -315,6 +388,7 @@ def test_refused(example: str, folder: Path) -> None:
         ],
         "--tensor-parallel 3": ["--heads 4", "multiple of --tensor-parallel 3"],
         "--tensor-parallel 2": ["3 processes", "--tensor-parallel 2"],
+        "--replicas 2": ["--replicas must divide the 3 data-parallel groups", "2 does not"],
         "--max-grad-norm -1": ["--max-grad-norm", "0 or more"],
         "--peak-tflops -1": ["--peak-tflops", "0 or more"],
         "--cpu-offload": ["--cpu-offload needs GPUs"],

@@ -1,15 +1,22 @@
 """What is refused before a sharded model trains, and what is printed of how it is divided.
 
-train.py calls this. It is no part of the lesson.
+train.py calls this. It is no part of the lesson. `python sharded_model.py output` writes model.pt
+of a run with --keep-sharded, from its last checkpoint, on any machine that can hold the weights.
 """
 
+import argparse
+import functools
 import logging
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.utils.checkpoint import checkpoint as recompute
 
-from plumbing import fail, plural, rank, uncompiled
+from common.models import TinyGPT
+from plumbing import fail, load_checkpoint, plural, rank, shards, uncompiled
 
 
 def check_sizes(parser, args):
@@ -21,6 +28,10 @@ def check_sizes(parser, args):
         parser.error(f"--heads {args.heads} must be a multiple of {parts}")
     if args.world_size % args.tensor_parallel:
         parser.error(f"{args.world_size} processes are no multiple of {parts}")
+    groups = args.world_size // args.tensor_parallel
+    if args.replicas < 1 or groups % args.replicas:
+        whole = f"--replicas must divide the {plural(groups, 'data-parallel group')}"
+        parser.error(f"{whole} of this run, and {args.replicas} does not")
     if args.vocabulary < 4:
         parser.error(f"--vocabulary must be 4 or more, not {args.vocabulary}")
     if args.vocabulary != 256 and args.text_file:
@@ -41,12 +52,37 @@ def ignore_warnings():
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
+def change_block(args, block):
+    """Compile a block, and have the backward pass compute it again, if the flags ask for it."""
+    if args.compile:
+        block.forward = torch.compile(block.forward)  # and not the gathering of weights around it
+    if args.gradient_checkpointing:
+        # Its activations are not kept until the backward pass.
+        block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
+
+
 def without_values(model, device):
     """Return the model with memory for its shards; its buffers are unset, see check_values."""
     model = model.to_empty(device=device)
     for buffer in model.buffers():
         buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
     return model
+
+
+def mesh_sizes(args):
+    """Return the number of groups, that of their processes and, if there are several, of replicas.
+
+    A checkpoint of an older train.py has only the first two.
+    """
+    sizes = [args.groups, args.tensor_parallel]
+    return sizes if args.replicas == 1 else [*sizes, args.replicas]
+
+
+def describe_mesh(sizes):
+    """Return the sizes of a mesh in words."""
+    groups, processes, *replicas = sizes
+    text = f"{plural(groups, 'data-parallel group')} of {processes}"
+    return f"{text} in {replicas[0]} replicas" if replicas else text
 
 
 def print_mesh(args, model, progress):
@@ -56,12 +92,11 @@ def print_mesh(args, model, progress):
     if rank() > 0:
         return
     own = sum(weight.to_local().numel() for weight in model.parameters())
-    groups = f"{plural(args.groups, 'data-parallel group')} of {args.tensor_parallel}"
+    groups = describe_mesh(mesh_sizes(args))
     print(f"mesh: {groups}; of {args.parameters} parameters this process holds {own}")
-    mesh = [args.groups, args.tensor_parallel]
-    saved = progress.get("mesh", mesh)
-    if saved != mesh:
-        print(f"the checkpoint was saved by {saved[0]} groups of {saved[1]}")
+    saved = progress.get("mesh", mesh_sizes(args))
+    if saved != mesh_sizes(args):
+        print(f"the checkpoint was saved by {describe_mesh(saved)}")
     if args.entropy:
         lowest = f"{args.entropy:.4f} nats per token"
         print(f"entropy of the source: {lowest}; no model can have a lower loss")
@@ -123,3 +158,33 @@ def share_of_peak(args, progress):
     operations = 6 * products + 12 * args.layers * args.width * args.context
     speed = progress["history"][-1]["tokens_per_second"]
     return speed * operations / args.world_size / (args.peak_tflops * 1e12)
+
+
+def main():
+    """Write model.pt and model.json from the last checkpoint in an output folder."""
+    parser = argparse.ArgumentParser(description="Write model.pt from the last checkpoint.")
+    parser.add_argument("output_dir", type=Path, help="--output-dir of train.py")
+    args = parser.parse_args()
+    path = args.output_dir / shards.CHECKPOINT
+    try:
+        run = load_checkpoint(path)
+        for name, value in run["settings"].items():
+            setattr(args, name, value)
+        # EDIT: your model, if it is another one.
+        model = TinyGPT(args.vocabulary, args.context, args.width, args.heads, args.layers)
+        if args.precision == "fp64":
+            model = model.double()
+        weights = model.state_dict()
+        warnings.filterwarnings("ignore", "torch.distributed is")  # one process is what is meant
+        dcp.load({"model": weights}, checkpoint_id=path.parent / run["tag"])
+    except FileNotFoundError as error:
+        parser.error(f"there is no {error.filename}: give the --output-dir of a run that has saved")
+    except Exception as error:  # a damaged file can raise almost anything
+        line, _, _ = str(error).strip().partition("\n")
+        parser.error(f"{path.parent} cannot be read ({line or repr(error)}): restore a good copy")
+    shards.write_weights(args, weights)
+    print(f"wrote {args.output_dir / 'model.pt'}, of step {run['progress']['step']}")
+
+
+if __name__ == "__main__":
+    main()

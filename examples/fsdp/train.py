@@ -8,7 +8,6 @@ after any step. Comments that begin with a tag, such as "fsdp:", mark what a sin
 not need. tensor_parallel.py splits layers; the functions of plumbing keep the job alive.
 """
 
-import functools
 import math
 import os
 import time
@@ -24,7 +23,6 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
-from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import plumbing
@@ -49,6 +47,9 @@ def parse_args():
     add("--width", type=int, default=128, help="numbers by which the model represents a token")
     add("--layers", type=int, default=2, help="blocks of the model")
     add("--heads", type=int, default=4, help="heads of each block's attention")
+    add(
+        "--replicas", type=int, default=1, help="whole models, each shared out over fewer processes"
+    )
     add("--tensor-parallel", type=int, default=1, help="processes that share each layer's work")
     add("--gradient-checkpointing", action="store_true", help="less memory, a third more computing")
     add("--cpu-offload", action="store_true", help="weights and optimizer in CPU memory (GPUs)")
@@ -57,6 +58,8 @@ def parse_args():
     add("--compile", action="store_true", help="see docs/compile.md of the repository")
     every = "also save after so many steps, such as 500, or after a time, such as 10min"
     add("--checkpoint-every", type=plumbing.steps_or_minutes, help=every)
+    add("--async-save", action="store_true", help="write checkpoints while training goes on")
+    add("--keep-sharded", action="store_true", help="do not write model.pt, which rank 0 gathers")
     add("--peak-tflops", type=float, help="of one GPU or process: also print the share of it")
     args = parser.parse_args()
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: processes on all nodes
@@ -84,10 +87,10 @@ def setup(args):
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # torchrun: has set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, by which all processes meet
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
-    # fsdp: the processes of a column get different samples, and share out the weights
-    # tensor: those of a row, neighbours on one node, get the same samples, and share out each layer
-    sizes = (args.groups, args.tensor_parallel)
-    mesh = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("data", "tensor"))
+    # fsdp: replicas have the same weights; the processes of each share these out ("shard")
+    # tensor: neighbours on one node get the same samples, and share out each layer
+    sizes = (args.replicas, args.groups // args.replicas, args.tensor_parallel)
+    mesh = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("replica", "shard", "tensor"))
     for group in mesh.get_all_groups():
         plumbing.set_timeout(args, group)
     return device, mesh
@@ -163,13 +166,17 @@ def save_checkpoint(args, model, optimizer, progress):
     plumbing.check_results(args, model, progress)  # stops the run if a loss is not finite
     progress = progress | {"sums": progress["sums"].clone()}
     dist.all_reduce(progress["sums"])  # fsdp: a checkpoint has the sums over all processes
+    progress |= {"sums": progress["sums"].tolist(), "mesh": sharded_model.mesh_sizes(args)}
     folder = shards.begin(args, progress)
     weights, state = state_dict.get_state_dict(model, optimizer)
+    saved = {"model": weights, "optimizer": state}
+    if args.async_save:
+        # fsdp: the step waits only until the shards are copied; a thread writes the copies
+        shards.save_in_background(args, saved, progress, folder)
+        return
     with shards.write_errors(folder):
-        # fsdp: each process writes its shards
-        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
-        saved = {"sums": progress["sums"].tolist(), "mesh": [args.groups, args.tensor_parallel]}
-        shards.complete(args, progress | saved, folder)
+        dcp.save(saved, checkpoint_id=folder)  # fsdp: each process writes its shards
+        shards.complete(args, progress, folder)
 
 
 def resume(args, model, optimizer, device):
@@ -206,18 +213,16 @@ def build_model(args, mesh, device):
     model = model.to(WEIGHT_DTYPES[args.precision])
     if args.tensor_parallel > 1:
         tensor_parallel.split_layers(model, mesh["tensor"])
-    options = {"mesh": mesh["data"]}
+    # fsdp: replicas add up their gradients, and never send weights
+    options = {"mesh": mesh["replica", "shard"] if args.replicas > 1 else mesh["shard"]}
     if args.precision == "bf16":
         # fsdp: weights are gathered as bf16, and gradients are summed in fp32
         options["mp_policy"] = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if args.cpu_offload:
         options["offload_policy"] = fsdp.CPUOffloadPolicy()
     for part in (*model.blocks, model):  # the last one: what is in no block
-        if args.compile and part is not model:
-            part.forward = torch.compile(part.forward)  # fsdp: not the gathering around it
-        if args.gradient_checkpointing and part is not model:
-            # The backward pass computes the block again; its activations are not kept until then.
-            part.forward = functools.partial(recompute, part.forward, use_reentrant=False)
+        if part is not model:
+            sharded_model.change_block(args, part)  # --compile, --gradient-checkpointing
         # fsdp: before a part computes, its weights are gathered from all processes; then freed
         fully_shard(part, **options)
     return sharded_model.without_values(model, "cpu" if args.cpu_offload else device)
@@ -262,7 +267,9 @@ def main(args):
     plumbing.prepare_process(args)
     sharded_model.ignore_warnings()
     device, mesh = setup(args)
-    group_rank = mesh.get_local_rank("data")
+    group_rank = (
+        dist.get_rank() // args.tensor_parallel
+    )  # tensor: of a group, all have the same samples
 
     # Data (yours: see README.md). The sampler yields all indices of a batch and the data set
     # returns the whole batch, so DataLoader must not collect samples: batch_size=None.
@@ -307,21 +314,21 @@ def main(args):
         test_loss = evaluate(args, model, batches, device)
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
         row |= {"tokens_per_second": tokens / seconds}
-        row |= {"samples_per_second": tokens / args.context / seconds}
-        row |= {"seconds": seconds, "world_size": args.world_size}
-        progress["history"].append(row)
+        row |= {"samples_per_second": tokens / args.context / seconds, "seconds": seconds}
+        progress["history"].append(row | {"world_size": args.world_size})
         progress |= {"sums": torch.zeros_like(progress["sums"]), "seconds": 0.0}
         save_checkpoint(args, model, optimizer, progress)
         plumbing.print_epoch(args, progress, sharded_model.share_of_peak(args, progress))
 
     # Finish.
-    path = args.output_dir / "model.pt"
-    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    # fsdp: all processes call this; rank 0 gets the whole weights, in CPU memory
-    weights = state_dict.get_model_state_dict(model, options=options)
-    shards.write_model(args, weights)
+    where = f"`python sharded_model.py {args.output_dir}` writes model.pt"
+    if not args.keep_sharded:
+        options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        # fsdp: all processes call this; rank 0 gets the whole weights, in CPU memory
+        weights = state_dict.get_model_state_dict(model, options=options)
+        where = f"model in {shards.write_model(args, weights)}"
     loss = progress["history"][-1]["test_loss"]
-    plumbing.finish(args, progress, f"finished: test loss {loss:.4f}, model in {path}")
+    plumbing.finish(args, progress, f"finished: test loss {loss:.4f}, {where}")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import shutil
 from pathlib import Path
 
 import torch
+from PIL import Image
 from torch.nn import functional as F
-from torchvision.io import write_png
 
 from common import data
 
@@ -36,7 +36,8 @@ def write_images(folder, size):
             colour = torch.tensor([1.0, 0.2 + 0.008 * (number % 100), 0.5]).view(3, 1, 1)
             path = folder / part / CLASSES[label] / f"{number:03}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_png((large * colour).byte(), str(path))
+            pixels = (large * colour).byte().permute(1, 2, 0).numpy()
+            Image.fromarray(pixels).save(path)
 
 
 def main():

@@ -8,11 +8,12 @@ import resource
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 from . import checks, hangs
 from .files import write, write_metrics
-from .launchers import call_exit_functions, disconnect, end, gather, rank
+from .launchers import call_exit_functions, disconnect, end, gather, rank, wait_for_unfinished
 from .settings import position
 
 PACKAGES = (
@@ -82,6 +83,7 @@ def print_epoch(args, progress, share_of_peak=None):
 
 def finish(args, progress, message):
     """Wait for all processes, print the message and the memory that was used, and end this one."""
+    wait_for_unfinished()
     used = gather(usage())  # waits: rank 0 may still be writing
     if rank() == 0:
         record(args, progress, "stops", {"reason": message, "used": used})
@@ -160,6 +162,12 @@ def record(args, progress, what, facts):
     versions = {name: module.__version__ for name, module in modules.items()}
     versions["python"] = platform.python_version()
     known |= {"command": sys.argv, "settings": vars(args), "versions": versions}
+    known.setdefault("id", uuid.uuid4().hex[:16])
     known[what].append({"time": time.time(), "step": progress["step"], **facts})
     text = json.dumps(known, indent=1, default=str)
     write(path, lambda file: file.write(text.encode()))
+
+
+def run_id(args):
+    """Return the id of this run, which it keeps after a resume, for loggers; after print_header."""
+    return json.loads((args.output_dir / "run.json").read_text())["id"]

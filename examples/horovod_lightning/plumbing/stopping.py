@@ -3,7 +3,7 @@
 import os
 from datetime import timedelta
 
-from .launchers import rank
+from .launchers import rank, wait_for_unfinished
 from .records import finish
 from .settings import position
 
@@ -29,6 +29,7 @@ def requested(args, progress, seconds):
 
 def stop(args, progress):
     """End this process, which was asked to stop and has saved; the file `stopped` tells job.sh."""
+    wait_for_unfinished()
     if rank() == 0:
         (args.output_dir / "stopped").touch()
     epochs, step = position(args, progress)

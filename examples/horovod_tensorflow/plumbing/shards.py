@@ -6,24 +6,29 @@ checksums of its files and how far the run was.
 """
 
 import contextlib
+import copy
 import json
 import os
 import shutil
+import threading
 import zipfile
 import zlib
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from . import checkpoints
 from .checkpoints import accept, damaged, resume_settings
 from .files import write, write_metrics
-from .launchers import fail, gather
+from .launchers import UNFINISHED, fail, gather, print_errors
 from .settings import position
 
 CHECKPOINT = "checkpoint/run.json"  # in --output-dir
+# Of a save in the background: the process group that its thread uses, and that thread.
+BACKGROUND = {"group": None, "thread": None}
 
 
 def read_checkpoint(args, model):
@@ -67,7 +72,11 @@ def checksum_of(path):
 
 
 def begin(args, progress):
-    """Write metrics.csv; return the empty folder for a new checkpoint's shards. All call this."""
+    """Write metrics.csv; return the empty folder for a new checkpoint's shards. All call this.
+
+    An earlier save in the background is waited for.
+    """
+    wait_for_save()
     epochs, step = position(args, progress)
     folder = args.output_dir / "checkpoint" / f"epoch{epochs}-step{step}"
     if dist.get_rank() == 0:
@@ -81,7 +90,37 @@ def begin(args, progress):
     return folder
 
 
-def complete(args, progress, folder):
+def save_in_background(args, state, progress, folder):
+    """Copy the shards of a state dict; have a thread write the copies and complete the checkpoint.
+
+    All processes call this.
+    """
+    if not BACKGROUND["group"]:
+        # Collectives of two threads would meet in one group. No step waits for these: a slow disk
+        # is no reason to give up after --timeout.
+        BACKGROUND["group"] = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+        UNFINISHED.append(wait_for_save)
+    group = BACKGROUND["group"]
+    saving = dcp.async_save(state, checkpoint_id=folder, process_group=group)
+    progress = copy.deepcopy(progress)  # training goes on
+
+    @print_errors
+    def wait_and_complete():
+        with write_errors(folder):
+            saving.result()
+        complete(args, progress, folder, group)
+
+    BACKGROUND["thread"] = threading.Thread(target=wait_and_complete, daemon=True)
+    BACKGROUND["thread"].start()
+
+
+def wait_for_save():
+    """Wait until a save in the background is complete."""
+    if BACKGROUND["thread"]:
+        BACKGROUND["thread"].join()
+
+
+def complete(args, progress, folder, group=None):
     """Write run.json, which names the shards: a resume takes these from now on. All call this."""
     rank = dist.get_rank()
     files = {}
@@ -89,7 +128,7 @@ def complete(args, progress, folder):
         for file in folder.iterdir():
             if file.name.startswith(f"__{rank}_") or f"_rank_{rank}_" in file.name:
                 files[file.name] = finished_file(file)
-    shared = gather(files)  # waits: all shards are written
+    shared = gather(files, group)  # waits: all shards are written
     if rank > 0:
         return
     files = {name: checksum for part in shared for name, checksum in part.items()}
@@ -113,19 +152,25 @@ def finished_file(path):
 
 
 def write_model(args, weights):
-    """On rank 0, write the state dict of the whole model, and the sizes of its TinyGPT.
+    """On rank 0, write the state dict of the whole model, and its sizes; return the path.
 
     The others wait for that. It may take longer than --timeout, which is for what all do together.
     """
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     if dist.get_rank() == 0:
-        # A model of your own may have another name for it.
-        sizes = {"vocab": len(weights["token.weight"])} if "token.weight" in weights else {}
-        sizes |= {name: getattr(args, name) for name in ("context", "width", "heads", "layers")}
-        text = json.dumps(sizes)
-        write(args.output_dir / "model.json", lambda file: file.write(text.encode()))
-        write(args.output_dir / "model.pt", lambda file: torch.save(weights, file))
+        write_weights(args, weights)
     dist.barrier(patient)
+    return args.output_dir / "model.pt"
+
+
+def write_weights(args, weights):
+    """Write the state dict of a whole TinyGPT, and its sizes."""
+    # A model of your own may have another name for it.
+    sizes = {"vocab": len(weights["token.weight"])} if "token.weight" in weights else {}
+    sizes |= {name: getattr(args, name) for name in ("context", "width", "heads", "layers")}
+    text = json.dumps(sizes)
+    write(args.output_dir / "model.json", lambda file: file.write(text.encode()))
+    write(args.output_dir / "model.pt", lambda file: torch.save(weights, file))
 
 
 def gather_weights(model):

@@ -18,6 +18,8 @@ from datetime import timedelta
 from pathlib import Path
 
 IMPORTED_BY = os.getpid()
+# Functions that wait for what a thread of this process still does, such as a save; see finish().
+UNFINISHED = []
 
 
 def horovod():
@@ -39,16 +41,25 @@ def rank():
     return group.rank() if group is horovod() else group.get_rank()
 
 
-def gather(value):
-    """Return the list of what each process has given, by rank."""
+def gather(value, group=None):
+    """Return the list of what each process has given, by rank.
+
+    `group` is another process group of all processes, for a thread of its own.
+    """
     if hvd := horovod():
         return hvd.allgather_object(value, name="gather")
     dist = process_group()
     if not dist:
         return [value]
     values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
+
+
+def wait_for_unfinished():
+    """Wait for what threads of this process still do."""
+    for wait in UNFINISHED:
+        wait()
 
 
 def disconnect():

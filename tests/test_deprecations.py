@@ -1,0 +1,86 @@
+"""What a pinned package says is deprecated, and that the example's own code calls: a later release will lack it."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from harness import edits, readme, runs
+
+# Python runs this first in each process. It notes each deprecation of a function that a file of the example calls, also
+# where a filter, or a logger's level, would hide it. What one package calls in another is not ours.
+HOOK = """
+import logging, os, sys, warnings
+
+FOLDER = os.environ["NOTE_FOLDER"]
+DECORATED = ("warnings", "typing_extensions")  # by deprecated(), whose caller is the next frame
+NOT_ASKED = {*DECORATED, "functools", "contextlib", "logging"}
+warn, log = warnings.warn, logging.Logger.warning
+
+
+def note(message):
+    frame = sys._getframe(2)
+    names = []
+    while frame and not frame.f_code.co_filename.startswith(FOLDER):
+        names.append(frame.f_globals.get("__name__", "").partition(".")[0])
+        frame = frame.f_back
+    # Between the caller and the warning are frames of the package that warns alone.
+    warns = set() if names[0] in DECORATED else {names[0]}
+    if frame and set(names) - NOT_ASKED <= warns:
+        with open(os.path.join(FOLDER, "deprecated"), "a") as file:
+            place = f"{os.path.relpath(frame.f_code.co_filename, FOLDER)}:{frame.f_lineno}"
+            file.write(f"{place}: {' '.join(str(message).split())[:300]}\\n")
+
+
+def noting_warn(message, category=None, stacklevel=1, *args, **words):
+    kind = type(message) if isinstance(message, Warning) else category
+    if kind and issubclass(kind, (DeprecationWarning, FutureWarning, PendingDeprecationWarning)):
+        note(message)
+    return warn(message, category, stacklevel + 1, *args, **words)
+
+
+def noting_log(self, message, *args, **words):
+    if "deprecated" in str(message):
+        note(message)
+    return log(self, message, *args, **words)
+
+
+warnings.warn, logging.Logger.warning = noting_warn, noting_log
+"""
+
+
+@pytest.fixture
+def variables(folder: Path, tmp_path: Path) -> dict[str, str]:
+    """The variables with which each Python process notes what is deprecated, in `folder`/deprecated."""
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
+    return {"PYTHONPATH": str(tmp_path / "hook"), "NOTE_FOLDER": f"{folder}/"}
+
+
+@pytest.mark.runs("weekly")
+def test_nothing_deprecated(example: str, folder: Path, variables: dict[str, str]) -> None:
+    """An epoch, a resume and the pattern alone call nothing that a pinned package says will go."""
+    assert runs.start(example, folder, 2, "--epochs", 1, **variables).wait().status == 0
+    assert runs.start(example, folder, 2, "--epochs", 2, "--resume", **variables).wait().status == 0
+    if (folder / "minimal.py").exists():
+        line = readme.command(f"examples/{example}/README.md", "... minimal.py")
+        assert runs.Run(line.split(), folder, variables).wait().status == 0
+    noted = folder / "deprecated"
+    assert not noted.exists(), noted.read_text()
+
+
+@pytest.mark.only("ddp_spawn")
+@pytest.mark.runs("weekly")
+def test_deprecated_is_noted(example: str, folder: Path, variables: dict[str, str]) -> None:
+    """What a filter hides is noted, with its place."""
+    old = "    # Train.\n"
+    plant = """
+        import warnings, logging
+        warnings.simplefilter("ignore")
+        DistributedDataParallel(model, check_reduction=True)
+    """
+    edits.edit(folder / "train.py", old, textwrap.indent(textwrap.dedent(plant).strip("\n"), "    ") + f"\n{old}")
+    assert runs.start(example, folder, 2, "--epochs", 1, **variables).wait().status == 0
+    lines = set((folder / "deprecated").read_text().splitlines())
+    (line,) = lines
+    assert line.startswith("train.py:") and "check_reduction" in line
