@@ -24,8 +24,7 @@ NEEDED = {  # by an example, beside torch
     "deepspeed": ("deepspeed", "hjson", "pydantic"),
     "lightning": ("lightning",),
     "lora": ("transformers", "peft"),
-    "torchrun_vision": ("torchvision",),
-    **dict.fromkeys(("ddp_spawn", "torchrun_multinode"), ("torchvision",)),  # it reads MNIST's format
+    "torchrun_vision": ("torchvision", "simplejpeg"),
 }
 NEEDED_BY_SCRIPTS = {"huggingface/peft": "datasets"}
 
