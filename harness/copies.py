@@ -10,7 +10,7 @@ from pathlib import Path
 
 FOLDERS = ("common", "plumbing")
 LEFT_OUT = ("__pycache__", ".ruff_cache", "ruff.toml")  # what tools leave; how files are checked here
-FILES = ("own_data.py", "own_model.py", "container.def", "install.sh")
+FILES = ("own_data.py", "own_model.py", "tokenize_text.py", "container.def", "install.sh")
 
 
 def framework(folder: Path, name: str) -> str:

@@ -190,7 +190,7 @@ def arguments(folder: Path, **changed: object) -> Namespace:
     paths = {"model_dir": folder / "model", "text_file": folder / "text.txt", "output_dir": folder / "output"}
     numbers = {"context": 32, "batch_size": 4, "gradient_accumulation_steps": 1, "world_size": 2, "seed": 0}
     lora = {"lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": "all-linear", "full": False}
-    lora |= {"merge": False}
+    lora |= {"merge": False, "separate_documents": False}
     others = {"precision": "fp32", "gradient_checkpointing": False, "resume": True, "epochs": 5, "scale_lr": None}
     return Namespace(**paths | numbers | lora | others | changed)
 
@@ -246,7 +246,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], dict[str, object], list[str]]]
     ),
     "no text": (lambda folder: (folder / "text.txt").unlink(), {}, ["--text-file", "No such file"]),
     "empty text": (lambda folder: (folder / "text.txt").write_text(""), {}, ["--text-file", "is empty"]),
-    "folder of texts": (lambda folder: None, {"text_file": Path("common")}, ["--text-file", "Is a directory"]),
+    "folder of texts": (lambda folder: None, {"text_file": Path("common")}, ["--text-file", "no tokens.json"]),
     "three bytes": (lambda folder: (folder / "text.txt").write_text("abc"), {}, ["3 tokens", "or --context 1"]),
     "UTF-16": (
         lambda folder: (folder / "text.txt").write_text("river " * 99, encoding="utf-16-le"),

@@ -13,6 +13,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
+import tokenize_text
 from common.models import TinyGPT
 
 
@@ -22,8 +23,10 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=defaults)
     add = parser.add_argument
     add("--output-dir", type=Path, default="output", help="folder with model.pt and model.json")
+    folder = "folder of tokens that the model was trained on; without: it was trained on bytes"
+    add("--tokens-dir", type=Path, help=folder)
     add("--prompt", default="\n", help="the text that the model continues")
-    add("--length", type=int, default=200, help="bytes to write")
+    add("--length", type=int, default=200, help="bytes to write, or tokens")
     add("--temperature", type=float, default=0.8, help="1: as the model says; 0: the likeliest")
     add("--seed", type=int, default=0, help="another seed gives another text")
     args = parser.parse_args()
@@ -48,9 +51,21 @@ def parse_args():
         wrong = f"{args.output_dir} has no model that can be read ({line or repr(error)})"
         parser.error(f"{wrong}: train it again with --resume")
     vocabulary = model.token.num_embeddings
-    if vocabulary != 256:
+    args.end = None
+    args.tokenizer = None
+    known = 256
+    if args.tokens_dir:
+        try:
+            index = tokenize_text.read_index(args.tokens_dir)
+            args.tokenizer = tokenize_text.load_tokenizer(args.tokens_dir / "tokenizer.json")
+        except tokenize_text.WrongInput as error:
+            parser.error(f"--tokens-dir: {error}")
+        args.end = index["end"]
+        known = index["vocabulary"]
+    if vocabulary != known:
         wrong = f"{args.output_dir} has a model of {vocabulary} tokens"
-        parser.error(f"{wrong}: sample.py knows only those of 256 bytes")
+        advice = "give --tokens-dir the folder that train.py has read"
+        parser.error(f"{wrong}, not of {known}: {advice}")
     bad = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
     if bad:
         wrong = f"{args.output_dir / 'model.pt'}: {bad[0]} has values that are no numbers"
@@ -59,14 +74,19 @@ def parse_args():
 
 
 @torch.no_grad()
-def sample(model, tokens, length, temperature, generator):
-    """Return `tokens` (T,), int64, and `length` more, each drawn as likely as the model says."""
+def sample(model, tokens, length, temperature, generator, end=None):
+    """Return `tokens` (T,), int64, and `length` more, each drawn as likely as the model says.
+
+    There are fewer if `end` is drawn, the token that ends a document.
+    """
     for _ in range(length):
         logits = model(tokens[None, -model.context :])[0, -1]
         if temperature == 0:
             token = logits.argmax()[None]
         else:
             token = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
+        if token.item() == end:
+            break
         tokens = torch.cat([tokens, token])
     return tokens
 
@@ -74,9 +94,15 @@ def sample(model, tokens, length, temperature, generator):
 def main():
     """Print the prompt and what the model makes of it."""
     args, model = parse_args()
-    prompt = torch.tensor(list(args.prompt.encode()))
+    numbers = list(args.prompt.encode())
+    if args.tokenizer:
+        numbers = tokenize_text.token_numbers(args.tokenizer, args.prompt)
+    prompt = torch.tensor(numbers)
     generator = torch.Generator().manual_seed(args.seed)
-    tokens = sample(model, prompt, args.length, args.temperature, generator)
+    tokens = sample(model, prompt, args.length, args.temperature, generator, args.end)
+    if args.tokenizer:
+        print(args.tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
+        return
     new = bytes(tokens[len(prompt) :].tolist())
     # The random source has 32 symbols. Each is printed as a letter.
     if sum(symbol < 32 for symbol in new) > len(new) / 2:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.utils.checkpoint import checkpoint as recompute
 
+import tokenize_text
+from common import data
 from common.models import TinyGPT
 from plumbing import fail, load_checkpoint, plural, rank, shards, uncompiled
 
@@ -34,12 +36,34 @@ def check_sizes(parser, args):
         parser.error(f"{whole} of this run, and {args.replicas} does not")
     if args.vocabulary < 4:
         parser.error(f"--vocabulary must be 4 or more, not {args.vocabulary}")
+    folder = args.text_file and args.text_file.is_dir()
     if args.vocabulary != 256 and args.text_file:
-        wrong = "--text-file has 256 kinds of tokens, its bytes"
+        has = "256 kinds of tokens, its bytes"
+        if folder:
+            has = f"the vocabulary of its {tokenize_text.INDEX}"
         advice = "leave one of the two out, or see README.md on own tokens"
-        parser.error(f"{wrong}, not --vocabulary {args.vocabulary}: {advice}")
+        parser.error(f"--text-file has {has}, not --vocabulary {args.vocabulary}: {advice}")
+    if args.separate_documents and not folder:
+        advice = "give --text-file a folder that tokenize_text.py has written"
+        parser.error(f"--separate-documents needs tokens that end documents: {advice}")
     if args.cpu_offload and not torch.cuda.is_available():
         parser.error("--cpu-offload needs GPUs: without, everything is in CPU memory anyway")
+
+
+def read_tokens(args):
+    """Return the tokens in the folder --text-file, and note in `args` what they are.
+
+    Refuse a folder that tokenize_text.py has not written, or not as a whole.
+    """
+    try:
+        index = tokenize_text.read_index(args.text_file)
+    except tokenize_text.WrongInput as error:
+        fail(f"--text-file: {error}")
+    args.vocabulary = index["vocabulary"]
+    args.text = tokenize_text.description(index, args.separate_documents)
+    if args.separate_documents:
+        args.end = index["end"]
+    return data.Shards([data.mapped_tokens(path, index["dtype"]) for path in index["paths"]])
 
 
 def ignore_warnings():

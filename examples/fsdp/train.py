@@ -38,9 +38,11 @@ WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.flo
 
 def parse_args():
     parser = plumbing.arguments(__doc__, WEIGHT_DTYPES)  # --epochs and what else all examples have
-    parser.set_defaults(batch_size=8)
+    parser.set_defaults(batch_size=8, end=None)
     add = parser.add_argument
-    add("--text-file", type=Path, help="UTF-8 text; without it: a random source of known entropy")
+    text = "UTF-8 text, or a folder of tokenize_text.py; without: a random source of known entropy"
+    add("--text-file", type=Path, help=text)
+    add("--separate-documents", action="store_true", help="attention stays within a document")
     add("--tokens", type=int, default=60_000, help="length of the random source")
     add("--vocabulary", type=int, default=256, help="another one: the random source is uniform")
     add("--context", type=int, default=64, help="tokens of a sample")
@@ -210,6 +212,7 @@ def build_model(args, mesh, device):
     """Return the model; each process holds a shard, a slice, of each weight, without values."""
     with torch.device("meta"):  # fsdp: names and shapes only, without memory
         model = TinyGPT(args.vocabulary, args.context, args.width, args.heads, args.layers)
+    model.end = args.end  # of --separate-documents: the token that ends a document
     model = model.to(WEIGHT_DTYPES[args.precision])
     if args.tensor_parallel > 1:
         tensor_parallel.split_layers(model, mesh["tensor"])
@@ -247,12 +250,16 @@ def initialise(args, model):
 def load_data(args):
     """Return the training set, and the test set: the last tenth of the text or random source."""
     args.entropy = None
+    args.text = None
     try:
-        if args.text_file:
+        if args.text_file and args.text_file.is_dir():
+            tokens = sharded_model.read_tokens(args)  # mapped: a batch reads what it needs
+        elif args.text_file:
             tokens = data.text_tokens(args.text_file)
         else:
             tokens, args.entropy = data.random_tokens(args.tokens, args.vocabulary)
-        args.text = f"of {len(tokens)} tokens with checksum {zlib.crc32(tokens.numpy())}"
+        if args.text is None:
+            args.text = f"of {len(tokens)} tokens with checksum {zlib.crc32(tokens.numpy())}"
         cut = max(0, len(tokens) - max(len(tokens) // 10, args.context + 1))
         train_set = data.Tokens(tokens[:cut], args.context)
         test_set = data.Tokens(tokens[cut:], args.context)

@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import tokenize_text
 from common import data
+from common.models import positions_in_documents
 from plumbing import fail
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # training never downloads: compute nodes seldom have internet
@@ -149,11 +151,16 @@ def load_tokenizer(args):
 
 
 def read_text(args):
-    """Return the text in --text-file; refuse one that cannot be read."""
+    """Return the text in --text-file; refuse one that cannot be read.
+
+    Of a folder of tokens return what its tokens.json says.
+    """
     try:
+        if args.text_file.is_dir():
+            return tokenize_text.read_index(args.text_file)
         content = data.read_text(args.text_file)
         return content.decode(errors="ignore").replace("\r\n", "\n").replace("\r", "\n")
-    except data.DataError as error:
+    except (data.DataError, tokenize_text.WrongInput) as error:
         fail(f"--text-file: {error}")
 
 
@@ -162,28 +169,65 @@ def tokenize(args, tokenizer, text):
 
     Refuse a text with too few tokens, or too many that are unknown.
     """
+    if isinstance(text, dict):
+        return read_tokens(args, tokenizer, text)
+    args.end = None
+    if args.separate_documents:
+        advice = "give --text-file a folder that tokenize_text.py has written"
+        fail(f"--separate-documents needs tokens that end documents: {advice}")
     tokens = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
     unknown = 0
     if tokenizer.unk_token_id is not None:
         unknown = (tokens == tokenizer.unk_token_id).sum().item()
-    if unknown > len(tokens) / 10:  # to predict these is easy, and worth nothing
-        wrong = f"tokens of {args.text_file} are {tokenizer.unk_token}"
-        advice = "take a model whose tokenizer knows this script"
-        fail(f"--model-dir {args.model_dir}: {unknown} of the {len(tokens)} {wrong}: {advice}")
-    return check_tokens(args, tokens)
-
-
-def check_tokens(args, tokens):
-    """Return the tokens, and note in `args` what later checks need; refuse too few of them."""
-    # There must be a sample to train on and one to test with, each shifted by a token.
-    if len(tokens) <= 2 * args.context:
-        wrong = f"--text-file {args.text_file} has {len(tokens)} tokens"
-        least = f"--context {args.context} needs more than {2 * args.context}"
-        most = f", or --context {(len(tokens) - 1) // 2}" if len(tokens) > 2 else ""
-        fail(f"{wrong}, and {least}: use a longer text{most}")
+    check_tokens(args, tokenizer, len(tokens), unknown)
     args.text = checksum([tokens])
     _, args.largest_token = data.token_range(tokens)
     return tokens
+
+
+def read_tokens(args, tokenizer, index):
+    """Return the tokens in the folder --text-file, and note in `args` what later checks need.
+
+    `index` is what tokens.json says of them: they are not all read here. Refuse tokens of another
+    tokenizer than the model's.
+    """
+    path = args.model_dir / "tokenizer.json"
+    own = None
+    if path.exists():
+        own = tokenize_text.tokenizer_checksum(path)
+    if own != index["tokenizer"]:
+        wrong = f"--text-file {args.text_file} has tokens of another tokenizer than {path}"
+        fail(f"{wrong}: write them with tokenize_text.py --tokenizer {args.model_dir}")
+    check_tokens(args, tokenizer, index["tokens"], index["unknown_tokens"])
+    args.text = tokenize_text.description(index, args.separate_documents)
+    args.largest_token = index["largest_token"]
+    args.end = index["end"] if args.separate_documents else None
+    return data.Shards([data.mapped_tokens(path, index["dtype"]) for path in index["paths"]])
+
+
+def check_tokens(args, tokenizer, count, unknown):
+    """Refuse a text of too few tokens, or of which too many are unknown."""
+    if unknown > count / 10:  # to predict these is easy, and worth nothing
+        wrong = f"tokens of {args.text_file} are {tokenizer.unk_token}"
+        advice = "take a model whose tokenizer knows this script"
+        fail(f"--model-dir {args.model_dir}: {unknown} of the {count} {wrong}: {advice}")
+    # There must be a sample to train on and one to test with, each shifted by a token.
+    if count <= 2 * args.context:
+        wrong = f"--text-file {args.text_file} has {count} tokens"
+        least = f"--context {args.context} needs more than {2 * args.context}"
+        most = f", or --context {(count - 1) // 2}" if count > 2 else ""
+        fail(f"{wrong}, and {least}: use a longer text{most}")
+
+
+def options(args, tokens):
+    """Return with which options the model reads tokens (B, T).
+
+    With --separate-documents positions begin anew in each document. Of such positions transformers
+    makes a mask, with which attention stays within a document.
+    """
+    if args.end is None:
+        return {"use_cache": False}
+    return {"use_cache": False, "position_ids": positions_in_documents(tokens, args.end)}
 
 
 def load_model(args, dtype):
@@ -200,6 +244,8 @@ def load_model(args, dtype):
     args.base = checksum(model.parameters())
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     check_logits(args.model_dir, model, args.precision == "bf16")
+    if args.end is not None:
+        check_documents(args, model)
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return model
@@ -289,6 +335,17 @@ def check_logits(folder, model, bf16=False):
     for part in (*model.children(), *model.base_model.children()):
         if used.isdisjoint(part.modules()):
             part.requires_grad_(False)
+
+
+@torch.no_grad()
+def check_documents(args, model):
+    """Refuse --separate-documents with a model in which a document's logits depend on another."""
+    first = torch.tensor([[1, 2, args.end, 3, 4], [3, 1, args.end, 3, 4]], device=model.device)
+    one, other = model(first, **options(args, first)).logits.float()[:, -2:]
+    rounding = 0.02 if args.precision == "bf16" else 1e-4
+    if (one - other).abs().max() > rounding * one.abs().max():
+        wrong = f"{type(model).__name__} does not keep documents apart by their positions"
+        fail(f"--model-dir {args.model_dir}: {wrong}: leave --separate-documents out")
 
 
 def one_line(error):

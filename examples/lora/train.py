@@ -40,7 +40,9 @@ def parse_args():
     add = parser.add_argument
     folder = "folder with a model of Hugging Face's format"
     add("--model-dir", type=Path, default="model", help=folder)
-    add("--text-file", type=Path, default="text.txt", help="text to train on, in UTF-8")
+    text = "text to train on, in UTF-8, or a folder of tokenize_text.py"
+    add("--text-file", type=Path, default="text.txt", help=text)
+    add("--separate-documents", action="store_true", help="attention stays within a document")
     add("--context", type=int, default=32, help="tokens of a sample")
     add("--full", action="store_true", help="train all weights, without adapters, for comparison")
     rank = "columns of an adapter's matrices: 8 to 64 are usual"
@@ -108,7 +110,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
         # accumulation: gradients are averaged with the last batch of a step
         averaging = contextlib.nullcontext() if completes_step else ddp_model.no_sync()
         with averaging, torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
-            logits = ddp_model(tokens, use_cache=False).logits
+            logits = ddp_model(tokens, **model_files.options(args, tokens)).logits
         loss = loss_function(logits, labels, WEIGHT_DTYPES[args.precision])
         # ddp: averages the gradients over all processes. lora: only the adapters have gradients
         (loss / args.gradient_accumulation_steps).backward()
@@ -148,7 +150,7 @@ def evaluate(args, model, test_loader, device):
         tokens = tokens.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
-            logits = model(tokens, use_cache=False).logits
+            logits = model(tokens, **model_files.options(args, tokens)).logits
         losses = token_loss(logits, labels, WEIGHT_DTYPES[args.precision], "none")
         sums[0] += losses.double().sum()
         sums[1] += (labels != -100).sum()  # cross_entropy leaves out what is -100

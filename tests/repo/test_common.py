@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common import data
-from common.models import ConvNet, TinyGPT
+from common.models import ConvNet, TinyGPT, positions_in_documents
 
 
 def test_convnet() -> None:
@@ -38,6 +38,45 @@ def test_tinygpt() -> None:
         model(torch.zeros(1, 129, dtype=torch.long))
     with pytest.raises(ValueError, match="multiple"):
         TinyGPT(width=100, heads=3)
+
+
+def test_documents_apart() -> None:
+    """With an end of documents, a document's logits are the same whatever stands before it; the default has no such."""
+    assert positions_in_documents(torch.tensor([[5, 7, 7, 1, 2], [7, 1, 2, 7, 3]]), 7).tolist() == [
+        [0, 1, 0, 0, 1],
+        [0, 0, 1, 2, 0],
+    ]
+    torch.manual_seed(0)
+    model = TinyGPT(vocab=20, context=16, width=32).double()
+    document = [3, 1, 4, 1, 5, 9, 2, 6]
+    windows = torch.tensor([[8, 8, 8, 7, *document], [9, 7, 7, 7, *document], [1, 2, 3, 7, *document]])
+    with torch.no_grad():
+        mixed = model(windows)[:, 4:]
+        model.end = 7
+        apart = model(windows)[:, 4:]
+        alone = model(torch.tensor([document]))
+        assert model(windows[:0]).shape == (0, 12, 20)
+    assert (apart - alone).abs().max() < 1e-12 < 1e-4 < (mixed - alone).abs().max(dim=2).values.min()
+    single = model(torch.tensor([document[:5]]))
+    model.end = None
+    assert (single - model(torch.tensor([document[:5]]))).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.uint16, torch.int32, torch.uint32])
+def test_shards(kind: torch.dtype) -> None:
+    """Tokens in several parts, some shorter than a window and some empty, are windows and slices of the whole."""
+    tokens = torch.arange(200).to(kind)
+    for bounds in ([0, 200], [0, 1, 2, 2, 5, 90, 90, 200], [0, 100, 200], [*range(200), 200]):
+        shards = data.Shards([tokens[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)])
+        assert len(shards) == 200
+        for start, end in ((0, 200), (0, 180), (180, 200), (3, 95), (90, 101)):
+            one, other = data.Tokens(tokens[start:end], 10), data.Tokens(shards[start:end], 10)
+            assert len(one) == len(other) == (end - start - 1) // 10
+            indices = [*range(len(one))][::-1]
+            for found, expected in zip(other[indices], one[indices], strict=True):
+                assert found.dtype == torch.int64 and torch.equal(found, expected)
+            assert one[indices][0][-1].tolist() == [*range(start, start + 10)]
+    assert [part.shape for part in data.Tokens(tokens, 10)[[]]] == [(0, 10), (0, 10)]
 
 
 def test_digits() -> None:

@@ -43,14 +43,17 @@ class Block(nn.Module):
         hidden = 4 * width
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (B, T, width) to (B, T, width); position t sees positions 0 to t only."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map (B, T, width) to (B, T, width); position t sees positions 0 to t only.
+
+        With a mask (B, 1, T, T), position t sees those that it has in row t instead.
+        """
         normed = self.norm1(x)
         layers = (self.query, self.key, self.value)
         parts = [layer(normed).unflatten(2, (-1, self.head_width)) for layer in layers]
         # Each is of shape (B, heads, T, width / heads).
         query, key, value = (part.transpose(1, 2) for part in parts)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
         x = x + self.proj(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
@@ -63,12 +66,25 @@ def token_loss(logits: Tensor, labels: Tensor, dtype: torch.dtype, reduction="me
     return F.cross_entropy(logits.flatten(0, 1).to(dtype), labels.flatten(), reduction=reduction)
 
 
+def positions_in_documents(tokens: Tensor, end: int) -> Tensor:
+    """Return the positions (B, T) of tokens (B, T) in their documents, which end with `end`.
+
+    In a document that has begun before its row, they count from the first token of the row.
+    """
+    places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    begins = F.pad(tokens[:, :-1] == end, (1, 0))  # True where the token before has ended one
+    return places - torch.where(begins, places, 0).cummax(1).values
+
+
 class TinyGPT(nn.Module):
     """A decoder-only transformer language model.
 
     It has the pre-norm layout of GPT-2 (Radford et al. 2018/2019). The defaults give about 440,000
     parameters and a vocabulary of 256: one token is one byte. Raises ValueError if `width`
     is no multiple of `heads`.
+
+    If `end` is set to a token, documents end with it: positions then begin anew in each, and
+    attention does not cross from one into another.
     """
 
     def __init__(self, vocab=256, context=128, width=128, heads=4, layers=2) -> None:
@@ -76,6 +92,7 @@ class TinyGPT(nn.Module):
         if width % heads:
             raise ValueError(f"width {width} must be a multiple of heads {heads}")
         self.context = context
+        self.end: int | None = None
         self.token = nn.Embedding(vocab, width)
         self.position = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -91,7 +108,13 @@ class TinyGPT(nn.Module):
         length = tokens.shape[1]
         if length > self.context:
             raise ValueError(f"{length} tokens do not fit into a context of {self.context}")
-        x = self.token(tokens) + self.position(torch.arange(length, device=tokens.device))
+        positions = torch.arange(length, device=tokens.device)
+        mask = None
+        if self.end is not None:
+            positions = positions_in_documents(tokens, self.end)
+            documents = (positions == 0).cumsum(1)
+            mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+        x = self.token(tokens) + self.position(positions)
         for block in self.blocks:
-            x = block(x)
+            x = block(x) if mask is None else block(x, mask)  # your own block may take no mask
         return self.head(self.norm(x))

@@ -12,6 +12,7 @@ ships: its test part, 8x8 pixels with values from 0 to 16. They are in a fixed r
 import argparse
 import bisect
 import codecs
+import itertools
 import math
 import os
 import tempfile
@@ -164,29 +165,67 @@ def checked(sample, index: int, shape: tuple, label_shape: tuple = (), classes: 
     return image, label
 
 
+class Shards:
+    """Tokens (N,) in several parts, as one sequence: it has a length, and a slice of it is one too.
+
+    With parts that are mapped files, `copy` reads no more of them than it copies.
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        """Keep the parts (N1,), (N2,) and so on, of whole numbers."""
+        self.parts = parts
+        self.ends = list(itertools.accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, places: slice) -> "Shards":
+        start, stop, _ = places.indices(len(self))
+        found = []
+        for part, end in zip(self.parts, self.ends, strict=True):
+            first = end - len(part)
+            found.append(part[max(0, start - first) : max(0, stop - first)])
+        return Shards(found)
+
+    def copy(self, start: int, target: torch.Tensor) -> None:
+        """Copy the tokens from `start` on into `target` (T,)."""
+        number = bisect.bisect(self.ends, start)  # the first part that ends after `start`
+        while len(target):
+            part = self.parts[number]
+            place = start - self.ends[number] + len(part)
+            tokens = part[place : place + len(target)]
+            target[: len(tokens)] = tokens
+            target = target[len(tokens) :]
+            start += len(tokens)
+            number += 1
+
+
 class Tokens(Dataset):
-    """Consecutive windows of one long sequence of byte tokens.
+    """Consecutive windows of one long sequence of tokens.
 
     Indexing with a list of B indices returns inputs (B, T) and targets (B, T), int64: the targets
     are the inputs shifted by one token. Windows do not overlap. Tokens that do not fill the last
     window are left out.
     """
 
-    def __init__(self, tokens: torch.Tensor, length: int) -> None:
-        """Keep tokens (N,), uint8, cut into windows of T = `length`.
+    def __init__(self, tokens: "torch.Tensor | Shards", length: int) -> None:
+        """Keep tokens (N,), of whole numbers, cut into windows of T = `length`.
 
         Raises DataError if not one fits.
         """
         if len(tokens) <= length:
             wrong = f"{len(tokens)} tokens are too few for one window of {length}"
             raise DataError(f"{wrong}: use a longer text, or a smaller --context")
-        self.windows = tokens.unfold(0, length + 1, length)  # a view: no copy is made
+        self.tokens = tokens if isinstance(tokens, Shards) else Shards([tokens])
+        self.length = length
 
     def __len__(self) -> int:
-        return len(self.windows)
+        return (len(self.tokens) - 1) // self.length
 
     def __getitem__(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        windows = self.windows[indices].long()
+        windows = torch.empty(len(indices), self.length + 1, dtype=torch.int64)
+        for window, index in zip(windows, indices, strict=True):
+            self.tokens.copy(index * self.length, window)  # it reads this window alone
         return windows[:, :-1], windows[:, 1:]
 
 
@@ -236,7 +275,7 @@ def saved_tokens(path: str, vocabulary: int, kind: str | None = None) -> torch.T
     numbers from 0 to below `vocabulary`, the number of tokens that the model knows.
     """
     try:
-        tokens = _mapped(path, kind) if kind else torch.load(path, weights_only=True)
+        tokens = mapped_tokens(path, kind) if kind else torch.load(path, weights_only=True)
     except DataError:
         raise
     except OSError as error:
@@ -267,8 +306,11 @@ def saved_tokens(path: str, vocabulary: int, kind: str | None = None) -> torch.T
     return tokens
 
 
-def _mapped(path: str, kind: str) -> torch.Tensor:
-    """Return the numbers in a file that numpy's tofile has written, mapped into memory."""
+def mapped_tokens(path: str, kind: str) -> torch.Tensor:
+    """Return the numbers (N,) in a file that numpy's tofile has written, mapped into memory.
+
+    Raises DataError if there is no number, or not a whole number of them.
+    """
     length = os.stat(path).st_size
     size, rest = divmod(length, np.dtype(kind).itemsize)
     if rest or not size:
