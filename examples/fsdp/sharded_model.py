@@ -8,6 +8,7 @@ import argparse
 import functools
 import logging
 import warnings
+import zlib
 from pathlib import Path
 
 import torch
@@ -66,6 +67,12 @@ def read_tokens(args):
     return data.Shards([data.mapped_tokens(path, index["dtype"]) for path in index["paths"]])
 
 
+def note_tokens(args, tokens):
+    """Note in `args` what the tokens are, unless read_tokens has done so, for --resume."""
+    if not hasattr(args, "text"):
+        args.text = f"of {len(tokens)} tokens with checksum {zlib.crc32(tokens.numpy())}"
+
+
 def ignore_warnings():
     """Silence what says nothing about this script."""
     # The logits are not changed in place here.
@@ -113,6 +120,7 @@ def print_mesh(args, model, progress):
     """Check the model; print how it is divided and the lowest loss that a random source allows."""
     check_values(model, progress)
     check_causal(args, model)
+    args.parameters = sum(weight.numel() for weight in model.parameters())  # of all processes
     if rank() > 0:
         return
     own = sum(weight.to_local().numel() for weight in model.parameters())

@@ -11,7 +11,6 @@ not need. tensor_parallel.py splits layers; the functions of plumbing keep the j
 import math
 import os
 import time
-import zlib
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,10 +37,9 @@ WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.flo
 
 def parse_args():
     parser = plumbing.arguments(__doc__, WEIGHT_DTYPES)  # --epochs and what else all examples have
-    parser.set_defaults(batch_size=8, end=None)
+    parser.set_defaults(batch_size=8, end=None, entropy=None)
     add = parser.add_argument
-    text = "UTF-8 text, or a folder of tokenize_text.py; without: a random source of known entropy"
-    add("--text-file", type=Path, help=text)
+    add("--text-file", type=Path, help="text or tokenize_text.py's folder; without: a random source")
     add("--separate-documents", action="store_true", help="attention stays within a document")
     add("--tokens", type=int, default=60_000, help="length of the random source")
     add("--vocabulary", type=int, default=256, help="another one: the random source is uniform")
@@ -93,8 +91,7 @@ def setup(args):
     # tensor: neighbours on one node get the same samples, and share out each layer
     sizes = (args.replicas, args.groups // args.replicas, args.tensor_parallel)
     mesh = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("replica", "shard", "tensor"))
-    for group in mesh.get_all_groups():
-        plumbing.set_timeout(args, group)
+    plumbing.set_timeout(args, *mesh.get_all_groups())
     return device, mesh
 
 
@@ -249,8 +246,6 @@ def initialise(args, model):
 
 def load_data(args):
     """Return the training set, and the test set: the last tenth of the text or random source."""
-    args.entropy = None
-    args.text = None
     try:
         if args.text_file and args.text_file.is_dir():
             tokens = sharded_model.read_tokens(args)  # mapped: a batch reads what it needs
@@ -258,8 +253,7 @@ def load_data(args):
             tokens = data.text_tokens(args.text_file)
         else:
             tokens, args.entropy = data.random_tokens(args.tokens, args.vocabulary)
-        if args.text is None:
-            args.text = f"of {len(tokens)} tokens with checksum {zlib.crc32(tokens.numpy())}"
+        sharded_model.note_tokens(args, tokens)
         cut = max(0, len(tokens) - max(len(tokens) // 10, args.context + 1))
         train_set = data.Tokens(tokens[:cut], args.context)
         test_set = data.Tokens(tokens[cut:], args.context)
@@ -296,7 +290,6 @@ def main(args):
 
     # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
     model = build_model(args, mesh, device)
-    args.parameters = sum(weight.numel() for weight in model.parameters())  # fsdp: of all processes
     # Up to PyTorch 2.8 the fused optimizer takes weights of a single mesh only.
     fused = device.type == "cuda" and args.tensor_parallel == 1 and not args.cpu_offload
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=fused, foreach=not fused)

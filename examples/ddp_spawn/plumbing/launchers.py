@@ -154,12 +154,13 @@ def report_failure(error):
     sys.exit(f"train.py: error: {process}: fix the cause, then use --resume")
 
 
-def set_timeout(args, group):
-    """Limit how long a collective of this process group may wait, to --timeout."""
+def set_timeout(args, *groups):
+    """Limit how long a collective of these process groups may wait, to --timeout."""
     dist = sys.modules["torch.distributed"]
     # Older releases of PyTorch have no public name for this function.
     limit = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    limit(timedelta(seconds=args.timeout), group)
+    for group in groups:
+        limit(timedelta(seconds=args.timeout), group)
 
 
 # Horovod
