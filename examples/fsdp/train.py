@@ -39,7 +39,7 @@ def parse_args():
     parser = plumbing.arguments(__doc__, WEIGHT_DTYPES)  # --epochs and what else all examples have
     parser.set_defaults(batch_size=8, end=None, entropy=None)
     add = parser.add_argument
-    add("--text-file", type=Path, help="a text, or tokenize_text.py's folder (default: random tokens)")
+    add("--text-file", type=Path, help="text, or tokenize_text.py's folder; default: random tokens")
     add("--separate-documents", action="store_true", help="attention stays within a document")
     add("--tokens", type=int, default=60_000, help="length of the random source")
     add("--vocabulary", type=int, default=256, help="another one: the random source is uniform")
