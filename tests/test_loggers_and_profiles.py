@@ -115,6 +115,8 @@ def test_profile(example: str, folder: Path, tmp_path: Path) -> None:
     runs.train(example, folder, 2, "--epochs", 1)
     variables = extra_packages(tmp_path / "extra", "torch-tb-profiler==0.4.3")
     steps, communicate = read(PROFILES, folder, variables)
+    if example == "lightning":  # which also records a step of the validation, in files of their own
+        steps = {name: count for name, count in steps.items() if "training_step" in name}
     assert [*steps.values()] == [5, 5]
-    # Horovod's operations are none of torch.distributed, of which alone the plugin knows.
-    assert communicate == ([] if example in HOROVOD else [*steps])
+    # The plugin compares the messages of ranks, one file each, and knows only those of torch.distributed.
+    assert communicate == ([] if example in (*HOROVOD, "lightning") else [*steps])
