@@ -328,9 +328,15 @@ def names_of_bad_weights(model):
     for name, weight in model.named_parameters():
         own = weight.to_local() if hasattr(weight, "to_local") else weight
         if not own.isfinite().all():
-            bad.append(name)
+            bad.append(own_name(name))
     found = gather(bad) if isinstance(model, FSDPModule) else [bad]
     return sorted(set().union(*found))
+
+
+def own_name(name):
+    """Return the name that a weight has in a model without adapters."""
+    words = name.removeprefix("base_model.model.").split(".")
+    return ".".join(word for word in words if word != "base_layer")
 
 
 def one_line(error):

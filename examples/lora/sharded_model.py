@@ -157,16 +157,22 @@ def check_kind(folder, model, dtype):
 
 def check_names(folder, model):
     """Refuse a model of whose weights some are missing, or of another shape."""
-    tied = model.all_tied_weights_keys
-    for name, source in tied.items():
-        if source not in stored and name in stored:
-            stored[source] = stored.pop(name)
+    for other, name in tied_weights(model):
+        if name not in stored and other in stored:
+            stored[name] = stored.pop(other)
     names = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     other = [name for name in stored if names.get(name, stored[name][2]) != stored[name][2]]
     weights = {name for name, _ in model.named_parameters()}
     model_files.check_weights(folder, names, other, weights - stored.keys(), stored.keys() - names)
     for name in stored.keys() - names:
         del stored[name]  # such as a buffer that transformers computes by now
+
+
+def tied_weights(model):
+    """Return pairs of names that one weight has: of each, the last is that of named_parameters."""
+    weights = {name for name, _ in model.named_parameters()}
+    pairs = model.all_tied_weights_keys.items()
+    return [(source, name) if name in weights else (name, source) for name, source in pairs]
 
 
 def checksum_of_files(args, model):
@@ -186,12 +192,12 @@ def checksum_of_files(args, model):
     found = {}
     for (name, start, _), value in sorted(item for part in gather(own) for item in part.items()):
         found.setdefault(name, []).append((start, value))
-    for name, source in model.all_tied_weights_keys.items():
-        if name in stored and found[name] != found[source]:
-            wrong = f"{name} and {source} differ, which config.json says to be one weight"
+    for other, name in tied_weights(model):
+        if other in stored and found[other] != found[name]:
+            wrong = f"{other} and {name} differ, which config.json says to be one weight"
             fail(f"--model-dir {args.model_dir}: {wrong}: set tie_word_embeddings to false there")
-        stored.pop(name, None)
-        found.pop(name, None)
+        stored.pop(other, None)
+        found.pop(other, None)
     return f"{zlib.crc32(repr(sorted(found.items())).encode()):08x}"
 
 
@@ -231,9 +237,12 @@ def parts(model):
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     found = []
+    inside = set()
     for layer in model.modules():
-        if type(layer).__name__ in kinds and embedding not in set(layer.modules()):
+        inner = set(layer.modules())
+        if type(layer).__name__ in kinds and layer not in inside and embedding not in inner:
             found.append(layer)
+            inside |= inner
     tied = head is None or head.weight is embedding.weight
     return found if tied or not found else [*found, embedding, head]
 
@@ -264,8 +273,8 @@ def read_weights(args, model, values):
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
     for name, buffer in model.named_buffers():
-        in_file = name_in_file(name) in stored
-        buffer.copy_(read(name_in_file(name)) if in_file else buffers[name])
+        in_file = model_files.own_name(name) in stored
+        buffer.copy_(read(model_files.own_name(name)) if in_file else buffers[name])
     for name, weight in model.named_parameters():
         own = weight.to_local()
         start = dist.get_rank() * math.ceil(len(weight) / args.world_size)  # as torch.chunk cuts
@@ -274,7 +283,7 @@ def read_weights(args, model, values):
         if value is not None:
             own.copy_(value[start : start + len(own)])
         elif len(own):
-            own.copy_(read(name_in_file(name), start, start + len(own)))
+            own.copy_(read(model_files.own_name(name), start, start + len(own)))
     with torch.enable_grad():
         unused = model_files.check_logits(args.model_dir, model, args.precision == "bf16")
     model.reshard()  # what is in no part
@@ -284,11 +293,6 @@ def read_weights(args, model, values):
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return model
-
-
-def name_in_file(name):
-    """Return the name that a weight has without adapters."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def fill_up(args, test_set, batches):
