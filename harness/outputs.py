@@ -47,6 +47,11 @@ def read_model(output: Path) -> dict[str, "torch.Tensor"]:
             from safetensors.torch import load_file  # comes with transformers
 
             return load_file(path)
+    files = sorted((output / "model").glob("model-*-of-*.safetensors"))
+    if files:
+        from safetensors.torch import load_file
+
+        return {name: weight for file in files for name, weight in load_file(file).items()}
     import h5py  # comes with Keras
 
     with zipfile.ZipFile(output / "model.keras") as archive:

@@ -36,7 +36,7 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr("sys.argv", ["train.py"])
     monkeypatch.syspath_prepend(folder)
-    for name in [name for name in sys.modules if re.match(r"(plumbing|model_files)\b", name)]:
+    for name in [name for name in sys.modules if re.match(r"(plumbing|model_files|sharded_model)\b", name)]:
         monkeypatch.delitem(sys.modules, name)  # of another test's folder
     return outputs.import_file(folder / "train.py")
 
@@ -190,7 +190,7 @@ def arguments(folder: Path, **changed: object) -> Namespace:
     paths = {"model_dir": folder / "model", "text_file": folder / "text.txt", "output_dir": folder / "output"}
     numbers = {"context": 32, "batch_size": 4, "gradient_accumulation_steps": 1, "world_size": 2, "seed": 0}
     lora = {"lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": "all-linear", "full": False}
-    lora |= {"merge": False, "separate_documents": False}
+    lora |= {"merge": False, "separate_documents": False, "shard": False}
     others = {"precision": "fp32", "gradient_checkpointing": False, "resume": True, "epochs": 5, "scale_lr": None}
     return Namespace(**paths | numbers | lora | others | changed)
 

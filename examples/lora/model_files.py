@@ -14,15 +14,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 import tokenize_text
 from common import data
 from common.models import positions_in_documents
-from plumbing import fail
+from plumbing import fail, gather
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # training never downloads: compute nodes seldom have internet
 try:
-    import peft  # noqa: F401 (train.py needs it)
+    import peft
     import transformers
     from safetensors import SafetensorError
 except ImportError as error:
@@ -30,8 +31,6 @@ except ImportError as error:
     argparse.ArgumentParser().exit(2, f"train.py: error: {error}: {advice}\n")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-# DDP's new name for it is not known before PyTorch 2.15.
-warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
 # peft asks transformers for the old name of a setting.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
 # peft sets this to what GPT-2's layers need.
@@ -54,6 +53,12 @@ def check_args(parser, args):
     if args.full and args.merge:
         wrong = "--merge adds adapters to the model, and with --full there are none"
         parser.error(f"{wrong}: leave one of the two out")
+    if args.shard and args.compile:
+        parser.error("--compile does not work with --shard: leave one of the two out")
+    if args.shard and args.merge:
+        wrong = "--merge needs the whole model, of which each process has a part with --shard"
+        advice = "PeftModel.from_pretrained(model, FOLDER).merge_and_unload() does it afterwards"
+        parser.error(f"{wrong}: leave one of the two out; {advice}")
 
 
 def check_folder(folder):
@@ -236,16 +241,13 @@ def load_model(args, dtype):
     Refuse one that does not fit or is damaged.
     """
     model = read_model(args.model_dir, dtype, args.largest_token)
-    most = longest(model)
-    if most and args.context > most:
-        limit = f"the {most} tokens that the model in {args.model_dir} can take"
-        fail(f"--context {args.context} is more than {limit}")
+    check_context(args, model)
     args.model = type(model).__name__
     args.base = checksum(model.parameters())
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    check_logits(args.model_dir, model, args.precision == "bf16")
-    if args.end is not None:
-        check_documents(args, model)
+    for part in check_logits(args.model_dir, model, args.precision == "bf16"):
+        part.requires_grad_(False)  # DistributedDataParallel would wait for its gradients
+    check_documents(args, model)
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return model
@@ -256,29 +258,52 @@ def read_model(path, dtype, largest_token):
     load = transformers.AutoModelForCausalLM.from_pretrained
     # An error would not name the weights of another shape.
     how = {"ignore_mismatched_sizes": True, "output_loading_info": True}
-    where = f"--model-dir {path}"
-    advice = "copy it there again, with the config.json that belongs to it"
     try:
         model, loaded = load(path, dtype=dtype, **LOCAL, **how)
     except Exception as error:  # it depends on which file is missing or damaged
-        fail(f"{where}: its model cannot be loaded ({one_line(error)}): copy it there again")
-    other = sorted(map(str, loaded["mismatched_keys"]))
+        wrong = f"its model cannot be loaded ({one_line(error)})"
+        fail(f"--model-dir {path}: {wrong}: copy it there again")
+    found = (loaded[f"{kind}_keys"] for kind in ("mismatched", "missing", "unexpected"))
+    check_weights(path, model.state_dict(), *found)
+    check_embeddings(path, model, largest_token)
+    return model
+
+
+def check_weights(path, names, mismatched, missing, unexpected):
+    """Refuse a folder whose files do not have the weights with these names.
+
+    The last three are the names of weights of another shape, without one, and that it has besides.
+    """
+    where = f"--model-dir {path}"
+    advice = "copy it there again, with the config.json that belongs to it"
+    other = sorted(map(str, mismatched))
     if other:
         wrong = f"of {len(other)} weights the shape is another one than config.json says"
         fail(f"{where}: {wrong}, {other[0]}: {advice}")
-    missing = sorted(loaded["missing_keys"])
+    missing = sorted(missing)
     if missing:  # these would be random
         fail(f"{where} has no weights for {', '.join(missing[:3])}: {advice}, or {NEEDED}")
-    kinds = {by_kind(name) for name in model.state_dict()}
-    dropped = sorted(name for name in loaded["unexpected_keys"] if by_kind(name) in kinds)
+    kinds = {by_kind(name) for name in names}
+    dropped = sorted(name for name in unexpected if by_kind(name) in kinds)
     if dropped:
         wrong = f"has weights of further layers, such as {dropped[0]}"
         fail(f"{where} {wrong}, which config.json does not name: {advice}")
+
+
+def check_embeddings(path, model, largest_token):
+    """Refuse a model that lacks the largest token."""
     known = model.get_input_embeddings().num_embeddings
     if largest_token >= known:
         wrong = f"its tokenizer has token {largest_token}, its model only {known} tokens"
-        fail(f"{where}: {wrong}: copy both there from one source")
-    return model
+        fail(f"--model-dir {path}: {wrong}: copy both there from one source")
+
+
+def check_context(args, model):
+    """Refuse a --context that is longer than what the model can take."""
+    most = longest(model)
+    if most and args.context > most:
+        limit = f"the {most} tokens that the model in {args.model_dir} can take"
+        fail(f"--context {args.context} is more than {limit}")
 
 
 def longest(model):
@@ -297,10 +322,10 @@ def check_logits(folder, model, bf16=False):
 
     The gradient of the earlier logits by the last token's embedding is exactly 0 if the model is
     causal. The logits themselves may change in the rounding, such as with a mixture of experts.
-    What takes no part in it, such as a vision tower, is frozen: DistributedDataParallel would wait
-    for its gradients.
+    Return a list of the parts that take no part in it, such as a vision tower.
     """
-    name = type(model).__name__
+    inner = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    name = type(inner).__name__.removeprefix("FSDP")
     embedding = model.get_input_embeddings()
     used = set()
     embedded = []
@@ -308,7 +333,8 @@ def check_logits(folder, model, bf16=False):
     def note(module, inputs, output):
         used.add(module)
         if module is embedding:
-            embedded.append(output)
+            # It is frozen if the model has adapters.
+            embedded.append(output if output.requires_grad else output.requires_grad_())
 
     hooks = [module.register_forward_hook(note) for module in model.modules()]
     known = embedding.num_embeddings
@@ -321,7 +347,7 @@ def check_logits(folder, model, bf16=False):
     for hook in hooks:
         hook.remove()
     if not logits.isfinite().all():
-        bad = [key for key, weight in model.named_parameters() if not weight.isfinite().all()]
+        bad = names_of_bad_weights(model)
         what = model.dtype
         if bad:
             what = f"{len(bad)} of its weights have values that are no numbers, such as {bad[0]}"
@@ -332,16 +358,38 @@ def check_logits(folder, model, bf16=False):
     if by_token[-1] > 1e-5 * by_token.max():
         wrong = f"{name} is not causal, its outputs depend on later tokens"
         fail(f"--model-dir {folder}: {wrong}: {NEEDED}")
-    for part in (*model.children(), *model.base_model.children()):
-        if used.isdisjoint(part.modules()):
-            part.requires_grad_(False)
+    both = (*inner.children(), *inner.base_model.children())
+    return [part for part in both if used.isdisjoint(part.modules())]
+
+
+def names_of_bad_weights(model):
+    """Return the names of the weights with values that are no numbers.
+
+    Of a model that is shared out each process has a part, and all call this.
+    """
+    bad = []
+    for name, weight in model.named_parameters():
+        own = weight.to_local() if hasattr(weight, "to_local") else weight
+        if not own.isfinite().all():
+            bad.append(own_name(name))
+    found = gather(bad) if isinstance(model, FSDPModule) else [bad]
+    return sorted(set().union(*found))
+
+
+def own_name(name):
+    """Return the name that a weight has in a model without adapters."""
+    words = name.removeprefix("base_model.model.").split(".")
+    return ".".join(word for word in words if word != "base_layer")
 
 
 @torch.no_grad()
 def check_documents(args, model):
     """Refuse --separate-documents with a model in which a document's logits depend on another."""
+    if args.end is None:
+        return
     first = torch.tensor([[1, 2, args.end, 3, 4], [3, 1, args.end, 3, 4]], device=model.device)
-    one, other = model(first, **options(args, first)).logits.float()[:, -2:]
+    with torch.autocast(model.device.type, torch.bfloat16, args.precision == "bf16"):
+        one, other = model(first, **options(args, first)).logits.float()[:, -2:]
     rounding = 0.02 if args.precision == "bf16" else 1e-4
     if (one - other).abs().max() > rounding * one.abs().max():
         wrong = f"{type(model).__name__} does not keep documents apart by their positions"
@@ -426,6 +474,14 @@ def write_folder(folder, *parts):
     shutil.rmtree(old, ignore_errors=True)
 
 
+def save(args, model, tokenizer, folder):
+    """Save the adapters as peft does, or all weights; with --merge also a model without these."""
+    write_folder(folder, *([model, tokenizer] if args.full else [model]))
+    if args.merge:
+        merged = model.merge_and_unload()  # W + (alpha / rank) B A takes the place of W
+        write_folder(args.output_dir / "merged", merged, tokenizer)
+
+
 def print_sizes(args, model):
     """Print on rank 0 how many weights are trained, and how much a step therefore exchanges."""
     if dist.get_rank() > 0:
@@ -434,6 +490,10 @@ def print_sizes(args, model):
     count = sum(weight.numel() for weight in trained)
     item = trained[0].element_size()
     size = sum(weight.numel() for weight in model.parameters())
+    if args.shard:
+        own = sum(weight.to_local().numel() for weight in model.parameters())
+        print(f"{size:,} weights, {count:,} are trained: this process holds {own:,} of all")
+        return
     full = ""
     if not args.full:
         size -= count  # the adapters are no part of the model

@@ -4,9 +4,9 @@ Once:      python make_model.py           (writes a small model; yours: --model-
 Locally:   torchrun --standalone --nproc-per-node=2 train.py
 On SLURM:  sbatch run.slurm --epochs 10
 
-LoRA freezes the model and adds adapters to its linear layers: two small matrices each, and only
-these are trained. Comments that begin with a tag, such as "ddp:" or "lora:", mark what a single
-process that trains all weights would not need. The functions of plumbing keep the job alive.
+LoRA freezes the model and trains adapters, two small matrices beside each of its linear layers.
+--shard shares out a model that no process can hold. Comments that begin with a tag, such as "ddp:",
+mark what one process that trains all weights would not need. plumbing keeps the job alive.
 """
 
 import contextlib
@@ -18,14 +18,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import model_files  # before peft: it has nothing downloaded, and says which package is missing
 import plumbing
+import sharded_model
 from common import data
 from common.models import token_loss
+from plumbing import shards
 
 # isort: split
 import peft
@@ -38,21 +42,16 @@ def parse_args():
     parser = plumbing.arguments(__doc__, WEIGHT_DTYPES)  # --epochs and what else all examples have
     parser.set_defaults(batch_size=4, lr=5e-3)  # for a pretrained model 1e-4 is a usual --lr
     add = parser.add_argument
-    folder = "folder with a model of Hugging Face's format"
-    add("--model-dir", type=Path, default="model", help=folder)
-    text = "text to train on, in UTF-8, or a folder of tokenize_text.py"
-    add("--text-file", type=Path, default="text.txt", help=text)
+    add("--model-dir", type=Path, default="model", help="model in Hugging Face's format")
+    add("--text-file", type=Path, default="text.txt", help="text, or tokenize_text.py's folder")
     add("--separate-documents", action="store_true", help="attention stays within a document")
     add("--context", type=int, default=32, help="tokens of a sample")
     add("--full", action="store_true", help="train all weights, without adapters, for comparison")
-    rank = "columns of an adapter's matrices: 8 to 64 are usual"
-    add("--lora-rank", type=int, default=4, help=rank)
-    alpha = "an adapter's output is scaled by alpha / rank"
-    add("--lora-alpha", type=float, default=8, help=alpha)
-    dropout = "share of an adapter's inputs that are set to 0"
-    add("--lora-dropout", type=float, default=0.0, help=dropout)
-    layers = "layers with adapters, such as q_proj,v_proj"
-    add("--target-modules", default="all-linear", help=layers)
+    add("--lora-rank", type=int, default=4, help="columns of an adapter's matrices, often 8 to 64")
+    add("--lora-alpha", type=float, default=8, help="adapters are scaled by alpha / rank")
+    add("--lora-dropout", type=float, default=0.0, help="share of their inputs that are set to 0")
+    add("--target-modules", default="all-linear", help="layers with them, such as q_proj,v_proj")
+    add("--shard", action="store_true", help="each process holds a part of the model: FSDP2")
     add("--merge", action="store_true", help="also save the model with the adapters added to it")
     add("--gradient-accumulation-steps", type=int, default=1, help="batches per optimizer step")
     add("--gradient-checkpointing", action="store_true", help="less memory, a third more computing")
@@ -90,6 +89,7 @@ def setup(args):
 
 def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
     """Train to the end of an epoch; return the mean loss, the samples of all, and seconds."""
+    model = ddp_model if args.shard else ddp_model.module
     ddp_model.train()
     loss_function = torch.compile(token_loss) if args.compile else token_loss  # saves memory
     start = time.perf_counter() - progress["seconds"]
@@ -107,8 +107,9 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
         torch.manual_seed(args.seed + number * args.world_size + dist.get_rank())
         tokens = tokens.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
-        # accumulation: gradients are averaged with the last batch of a step
-        averaging = contextlib.nullcontext() if completes_step else ddp_model.no_sync()
+        # accumulation: gradients are averaged with the last batch of a step; shard: with each one
+        last = completes_step or args.shard
+        averaging = contextlib.nullcontext() if last else ddp_model.no_sync()
         with averaging, torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
             logits = ddp_model(tokens, **model_files.options(args, tokens)).logits
         loss = loss_function(logits, labels, WEIGHT_DTYPES[args.precision])
@@ -130,7 +131,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
         action = request.item()
         if action >= 1:
             progress["seconds"] = time.perf_counter() - start
-            save_checkpoint(args, ddp_model.module, optimizer, progress)
+            save_checkpoint(args, model, optimizer, progress)
         if action == 2:
             plumbing.stop(args, progress)  # stop: ends this process; run.slurm requeues the job
     progress["seconds"] = time.perf_counter() - start
@@ -143,7 +144,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
 @torch.no_grad()
 @plumbing.uncompiled  # its last batch may be smaller, and would have to be compiled anew
 def evaluate(args, model, test_loader, device):
-    """Return the mean loss of a token, and the perplexity, over the samples of all processes."""
+    """Return the mean loss of a token, over all processes, and the perplexity of that mean."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
     for tokens, labels in test_loader:
@@ -156,7 +157,6 @@ def evaluate(args, model, test_loader, device):
         sums[1] += (labels != -100).sum()  # cross_entropy leaves out what is -100
     dist.all_reduce(sums)  # ddp: sum over all processes, which all have to call this
     loss = (sums[0] / sums[1]).item()
-    # The perplexity is that of the mean: a mean of perplexities would be another number.
     return {"test_loss": loss, "perplexity": math.exp(loss) if loss < 709 else math.inf}
 
 
@@ -178,8 +178,17 @@ def load_model(args):
     if args.precision == "bf16" and not args.full:
         # lora: frozen weights need no more; in those that are trained, small steps would be lost
         dtype = torch.bfloat16
-    model = model_files.load_model(args, dtype)
-    return model if args.full else add_adapters(args, model)
+    if not args.shard:
+        model = model_files.load_model(args, dtype)
+        return model if args.full else add_adapters(args, model)
+    model = sharded_model.without_values(args, dtype)  # shard: on the meta device, without memory
+    with sharded_model.first_values() as values:
+        model = model if args.full else add_adapters(args, model)
+    options = sharded_model.options(args)
+    for part in (*sharded_model.parts(model), model):  # the last one: what is in no layer
+        # shard: before a part computes, its weights are gathered from all processes; then freed
+        fully_shard(part, **options)
+    return sharded_model.read_weights(args, model, values)  # shard: each process reads its rows
 
 
 def add_adapters(args, model):
@@ -206,7 +215,13 @@ def save_checkpoint(args, model, optimizer, progress):
     plumbing.check_results(args, model, progress)  # stops the run if a loss is not finite
     progress = progress | {"sums": progress["sums"].clone()}
     dist.all_reduce(progress["sums"])  # ddp: a checkpoint has the sums over all processes
-    if dist.get_rank() == 0:  # ddp: all processes have the same weights; one writes them
+    if args.shard:
+        folder = shards.begin(args, progress)
+        with shards.write_errors(folder):
+            # shard: each process writes its part of what is trained
+            dcp.save(sharded_model.state(model, optimizer), checkpoint_id=folder)
+            shards.complete(args, progress | {"sums": progress["sums"].tolist()}, folder)
+    elif dist.get_rank() == 0:  # ddp: all processes have the same weights; one writes them
         # lora: the adapters, and not the model, which stays as it was
         state = {"model": trained_weights(model), "optimizer": optimizer.state_dict()}
         plumbing.write_checkpoint(args, state | {"progress": progress})
@@ -217,28 +232,37 @@ def resume(args, model, optimizer, device):
     # Steps of the whole run; rows of metrics.csv; sums and seconds of the epoch that is trained.
     progress = {"step": 0, "history": [], "seconds": 0.0}
     progress["sums"] = torch.zeros(2, dtype=torch.float64, device=device)
-    found = plumbing.read_checkpoint(args, model) if dist.get_rank() == 0 else None
     # ddp: rank 0 decides; then each process reads the file, or ends if rank 0 has found an error
-    checkpoint = plumbing.share_checkpoint(args, found)
+    checkpoint = sharded_model.find_checkpoint(args, model)
     if checkpoint:
-        model.load_state_dict(checkpoint["model"], strict=False)  # lora: it has only the adapters
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        if args.shard:
+            state = sharded_model.state(model, optimizer)
+            # shard: the files may have other parts, since other processes have written them
+            dcp.load(state, checkpoint_id=shards.check(args, checkpoint))
+            sharded_model.set_state(model, optimizer, state)
+        else:
+            model.load_state_dict(checkpoint["model"], strict=False)  # lora: only the adapters
+            optimizer.load_state_dict(checkpoint["optimizer"])
         progress = checkpoint["progress"]
-        progress["sums"] = progress["sums"].to(device)
+        progress["sums"] = torch.as_tensor(progress["sums"], dtype=torch.float64, device=device)
         if dist.get_rank() > 0:
             progress["sums"].zero_()  # ddp: rank 0 alone keeps them: they are those of all
     return progress
 
 
-def save_model(args, model, tokenizer):
-    """Save the adapters as peft does, or all weights; with --merge also a model without these."""
-    if args.full:
-        model_files.write_folder(args.output_dir / "model", model, tokenizer)
-    else:
-        model_files.write_folder(args.output_dir / "adapter", model)
-    if args.merge:
-        merged = model.merge_and_unload()  # lora: W + (alpha / rank) B A takes the place of W
-        model_files.write_folder(args.output_dir / "merged", merged, tokenizer)
+def replicate(args, model, device):
+    """Return the model in DistributedDataParallel, of which each process holds all."""
+    # ddp: gives all processes the weights of rank 0, and averages gradients in backward()
+    # lora: only those of the adapters; buffers are constants, which need not be sent in each step
+    ddp_model = DistributedDataParallel(model)
+    ddp_model.broadcast_buffers = False
+    # DDP chooses in its first backward pass in which order it sums gradients. One is done now, on
+    # zeros of the input's shape: a resumed run then sums in the same order, and has the same bits.
+    zeros = torch.zeros(1, args.context, device=device, dtype=torch.long)
+    plumbing.fix_summation_order(ddp_model, zeros)
+    if args.compile:
+        plumbing.compile_in_place(args, model)  # DDP calls it; its weights keep their names
+    return ddp_model
 
 
 @record  # torchrun: reports the traceback of the process that failed first
@@ -264,17 +288,10 @@ def main(args):
     # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
     model = load_model(args).to(device)
     weights = trained_weights(model).values()
-    optimizer = torch.optim.AdamW(weights, args.lr, fused=device.type == "cuda")
+    fused = device.type == "cuda"
+    optimizer = torch.optim.AdamW(weights, args.lr, fused=fused, foreach=args.shard and not fused)
     progress = resume(args, model, optimizer, device)
-    # ddp: gives all processes the weights of rank 0, and averages gradients in backward()
-    # lora: only those of the adapters; buffers are constants, which need not be sent in each step
-    ddp_model = DistributedDataParallel(model, broadcast_buffers=False)
-    # DDP chooses in its first backward pass in which order it sums gradients. One is done now, on
-    # zeros of the input's shape: a resumed run then sums in the same order, and has the same bits.
-    zeros = torch.zeros(1, args.context, device=device, dtype=torch.long)
-    plumbing.fix_summation_order(ddp_model, zeros)
-    if args.compile:
-        plumbing.compile_in_place(args, model)  # DDP calls it; its weights keep their names
+    ddp_model = model if args.shard else replicate(args, model, device)
 
     # Train.
     name = f"{args.model} in {args.model_dir} on {args.text_file}"
@@ -292,6 +309,8 @@ def main(args):
         batches = plumbing.until_stopped(
             args, progress, test_loader, save_checkpoint, model, optimizer
         )
+        if args.shard:
+            batches = sharded_model.fill_up(args, test_set, batches)  # all compute equally often
         row = {"epoch": epoch + 1, "train_loss": train_loss}
         row |= evaluate(args, model, batches, device)  # not ddp_model: parts differ
         row |= {"tokens_per_second": samples * args.context / seconds}
@@ -303,8 +322,10 @@ def main(args):
 
     # Finish.
     path = args.output_dir / ("model" if args.full else "adapter")
-    if rank == 0:  # ddp: all processes have the same weights; one writes them
-        save_model(args, model, tokenizer)
+    if args.shard:
+        sharded_model.save(args, model, tokenizer, path)  # shard: all gather a layer, rank 0 writes
+    elif rank == 0:  # ddp: all processes have the same weights; one writes them
+        model_files.save(args, model, tokenizer, path)
     row = progress["history"][-1]
     result = f"test loss {row['test_loss']:.4f}, perplexity {row['perplexity']:.2f}"
     plumbing.finish(args, progress, f"finished: {result}, {path.name} in {path}")
