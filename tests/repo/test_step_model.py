@@ -1,4 +1,4 @@
-"""studies/step_model.py: its formulas at their limits, beside published and measured figures, and its two pages in docs/."""
+"""studies/step_model.py: its formulas at their limits, beside published and measured figures, and its two pages."""
 
 import json
 import math
