@@ -1,4 +1,4 @@
-"""What docs/scale-model.md cites and recommends: its study on two nodes, and the environment that sbcast brings to them."""
+"""What docs/scale-model.md cites and recommends: its study on two nodes, and the environment that sbcast brings."""
 
 import shutil
 import subprocess
