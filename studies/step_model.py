@@ -1,4 +1,4 @@
-"""How long a training step takes on 1, 2, 4, ... 1,000 nodes: a model of it, which docs/scale.md explains.
+"""How long a training step takes on 1, 2, 4, ... 1,000 nodes: a model of it, which docs/scale-model.md explains.
 
     python -m studies.step_model                            # a table of efficiencies, for a cluster of assumed figures
     python -m studies.step_model --cluster ethernet --bandwidth 1.25e8 --nodes 1 2 4 8

@@ -105,6 +105,20 @@ def test_overview() -> None:
             assert_overview(bad, pages)
 
 
+def unlisted(text: str) -> set[str]:
+    """Return the pages in docs/ to which the text of docs/index.md has no link."""
+    linked = set(re.findall(r"\]\(([\w-]+\.md)", text))
+    return {path.name for path in (ROOT / "docs").glob("*.md")} - linked - {"index.md"}
+
+
+def test_index() -> None:
+    """docs/index.md leads to all pages beside it, and the front page leads to docs/index.md; a lost link is noticed."""
+    text = (ROOT / "docs" / "index.md").read_text()
+    assert unlisted(text) == set()
+    assert unlisted(text.replace("(scale.md", "(scale-model.md")) == {"scale.md"}
+    assert "](docs/index.md)" in (ROOT / "README.md").read_text()
+
+
 def anchors(document: Path) -> set[str]:
     """Return the names under which the titles of a document can be linked to."""
     titles = re.findall(r"^#+ (.*)", document.read_text(), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""studies/step_model.py: its formulas at their limits, beside published and measured figures, and docs/scale.md."""
+"""studies/step_model.py: its formulas at their limits, beside published and measured figures, and its two pages."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from harness import readme
 from harness.launchers import ROOT
 from harness.processes import clean_environment
 
-PAGE = ROOT / "docs" / "scale.md"
+PAGE = ROOT / "docs" / "scale-model.md"
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -177,16 +177,16 @@ def test_votes() -> None:
 
 
 def test_page() -> None:
-    """The page's tables are what its commands print, and the measured rows beside the model."""
+    """The tables of both pages are what their commands print, and the measured rows beside the model."""
     from benchmarks import report
     from studies.step_model_check import cells, read
 
-    page = PAGE.read_text()
+    page = (ROOT / "docs" / "scale.md").read_text() + PAGE.read_text()
     for line in (
         readme.command("docs/scale.md", "python -m studies.step_model"),
-        readme.command("docs/scale.md", "python -m studies.step_model --parts ..."),
-        readme.command("docs/scale.md", "python -m studies.step_model --cluster ethernet ..."),
-        readme.command("docs/scale.md", "python -m studies.step_model --published"),
+        readme.command("docs/scale-model.md", "python -m studies.step_model --parts ..."),
+        readme.command("docs/scale-model.md", "python -m studies.step_model --cluster ethernet ..."),
+        readme.command("docs/scale-model.md", "python -m studies.step_model --published"),
     ):
         done = run(line=line)
         assert done.returncode == 0 and done.stdout.count("\n") > 4, done.stderr

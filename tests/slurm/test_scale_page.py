@@ -1,4 +1,4 @@
-"""What docs/scale.md cites and recommends: its study on two nodes, and the environment that sbcast brings to them."""
+"""What docs/scale-model.md cites and recommends: its study on two nodes, and the environment that sbcast brings."""
 
 import shutil
 import subprocess
@@ -50,7 +50,7 @@ def test_archive_on_each_node(example: str, source: Path, lab: Lab, tmp_path: Pa
     The environment is a venv that finds the tests' packages by a .pth file, so that no gigabytes are copied.
     """
     folder = copy_example(source, tmp_path / example)
-    (diff,) = readme.fences(ROOT / "docs" / "scale.md", "diff")
+    (diff,) = readme.fences(ROOT / "docs" / "scale-model.md", "diff")
     edits.apply_diff(folder / "run.slurm", diff)
     venv = tmp_path / "venv"
     base = Path(sys.executable).resolve()
