@@ -1,6 +1,7 @@
-"""docs/large-data.md: its changes to fsdp and lora, its commands, and what measures the cost, as they stand."""
+"""docs/large-data.md: its commands, and what measures the cost, as they stand."""
 
-import argparse
+import gzip
+import json
 import re
 import shutil
 import sys
@@ -10,85 +11,56 @@ import pytest
 
 from harness import edits, outputs, readme, runs
 from harness.launchers import LAUNCHERS, ROOT
-from harness.runs import Reference
+from tests import test_tokenize_text as tokens
 
 PAGE = ROOT / "docs" / "large-data.md"
 
 
-@pytest.mark.only("fsdp")
-def test_mapped_text(example: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Mapped, a text has the same samples as in memory, and takes none; what cannot be mapped is one clear line."""
-    import torch
-
-    text = folder / "book.txt"
-    text.write_bytes(bytes(range(1, 65)) * 2**20)  # 64 MB
-    args = argparse.Namespace(text_file=text, context=64)
-    before = outputs.import_file(folder / "train.py").load_data(args)
-    diff, _ = readme.fences(PAGE, "diff")
-    edits.apply_diff(folder / "train.py", diff)
-    train = outputs.import_file(folder / "train.py")
-    held = memory()
-    after = train.load_data(args)
-    for one, other in zip(before, after, strict=True):
-        indices = torch.randint(len(one), (50,)).tolist()
-        assert len(one) == len(other) and all(map(torch.equal, one[indices], other[indices]))
-    assert memory() - held < 2**25, "a map is no memory of the process's own"
-    assert re.fullmatch(r"of 67108864 tokens, the first with checksum \d+", args.text)
-    calls: list[str] = []
-
-    def fail(message: object) -> None:
-        calls.append(str(message))
-
-    train.plumbing.fail = fail
-    (folder / "empty.txt").write_bytes(b"")
-    for name in ("none.txt", "empty.txt"):
-        train.load_data(argparse.Namespace(text_file=folder / name, context=64))
-    assert len(calls) == 2 and "none.txt" in calls[0], calls
-
-
-def memory() -> int:
-    """Return how many bytes of its own this process has, without those of files."""
-    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+def write_texts(folder: Path, count: int) -> None:
+    """Write the texts that the page's commands read."""
+    text = "".join(tokens.SCRIPTS.values())
+    (folder / "book.txt").write_text(text * count, encoding="utf-8")
+    lines = json.dumps({"text": text}) + "\n"
+    (folder / "corpus.jsonl.gz").write_bytes(gzip.compress(lines.encode() * count))
 
 
 @pytest.mark.runs("weekly")
 @pytest.mark.only("fsdp")
-def test_what_measures_texts(example: str, folder: Path) -> None:
-    """The page's program prints its ratio, for tokens of both kinds."""
-    program = readme.fences(PAGE, "python")[1]
+def test_tokens_for_fsdp(example: str, folder: Path) -> None:
+    """A vocabulary is trained, a model learns its tokens, and writes text of them; the program prints a ratio."""
+    write_texts(folder, 45)
+    commands = readme.block("docs/large-data.md", "python tokenize_text.py --out tokens --train-vocabulary ...")
+    run = readme.run_block(commands, folder)
+    assert run.stdout.startswith("Once upon a") and len(run.stdout) > 30, run.stdout
+    rows = outputs.read_metrics(folder / "output")
+    assert rows[-1]["test_loss"] < rows[0]["test_loss"] - 1
+    program = readme.fences(PAGE, "python")[0]
     assert program.count("range(2000)") == 1
     (folder / "compare.py").write_text(program.replace("range(2000)", "range(20)"))
-    (folder / "book.txt").write_bytes(bytes(2**22))
-    for kind in ("uint8", "int32"):
-        run = runs.Run([sys.executable, "compare.py", "book.txt", kind], folder).wait()
-        assert run.status == 0 and re.fullmatch(r"map / memory: \d+\.\d\d\n", run.stdout), run.stderr
+    (folder / "numbers.bin").write_bytes(bytes(2**22))
+    run = runs.Run([sys.executable, "compare.py", "numbers.bin", "uint16"], folder).wait()
+    line = r"map / memory: \d+\.\d\d, map: \d+ microseconds\n"
+    assert run.status == 0 and re.fullmatch(line, run.stdout), run.stderr
 
 
 @pytest.mark.runs("weekly")
 @pytest.mark.only("lora")
-def test_mapped_tokens(example: str, folder: Path, reference: Reference) -> None:
-    """Mapped, tokens made beforehand give the bits of a run that made them; what they cannot be is one clear line."""
-    import torch
+def test_tokens_for_lora(example: str, folder: Path) -> None:
+    """Of the same text, in the place of text.txt, the tokens are those that train.py makes itself."""
+    write_texts(folder, 8)
+    commands = readme.block("docs/large-data.md", "python tokenize_text.py --out tokens --tokenizer model ...")
+    readme.run_block(commands, folder)
+    rows = outputs.read_metrics(folder / "output")
+    assert rows[-1]["test_loss"] < rows[0]["test_loss"] - 1
+    index, numbers = tokens.read(folder / "tokens")
+    from transformers import AutoTokenizer
 
-    (folder / "write_tokens.py").write_text(readme.fences(PAGE, "python")[0])
-    edits.apply_diff(folder / "model_files.py", readme.fences(PAGE, "diff")[1])
-    readme.run_block(readme.block("docs/large-data.md", "python write_tokens.py ..."), folder)
-    outputs.assert_same_run(folder / "output", reference.output)
-    (folder / "empty.bin").write_bytes(b"")
-    for name, text in (
-        ("none.bin", "No such file"),
-        ("empty.bin", ""),
-        ("text.txt", "no whole number of int32|its tokenizer has"),
-    ):
-        run = runs.start(example, folder, 1, "--text-file", name, "--output-dir", "other").wait()
-        lines = [line for line in run.stderr.splitlines() if line.startswith("train.py: error: ")]
-        assert run.status == 1 and len(lines) == 1 and re.search(text, lines[0]), run.stderr
-    torch.arange(2**24, dtype=torch.int32).numpy().tofile(folder / "tokens.bin")  # 64 MB
-    module = outputs.import_file(folder / "model_files.py")
-    args = argparse.Namespace(text_file=folder / "tokens.bin", context=64)
-    held = memory()
-    tokens = module.tokenize(args, None, module.read_text(args))
-    assert tokens[-1] == 2**24 - 1 and memory() - held < 2**25, "a map is no memory of the process's own"
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model", local_files_only=True)
+    text = (folder / "book.txt").read_bytes().decode()
+    own = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    literal = tokens.SCRIPTS["ends"]  # of which train.py makes tokens that end a document
+    assert index["end"] == tokenizer.eos_token_id and literal.count("<|end|>") == 1
+    assert tokenizer.decode(own) == tokenizer.decode(numbers[: list(numbers).index(index["end"]) + 1])
 
 
 @pytest.mark.runs("weekly")
@@ -138,7 +110,7 @@ def test_several_tars(example: str, folder: Path) -> None:
 @pytest.mark.only("torchrun_vision")
 def test_what_measures_images(example: str, folder: Path) -> None:
     """The page's program prints a ratio for each folder."""
-    program = readme.fences(PAGE, "python")[2]
+    program = readme.fences(PAGE, "python")[1]
     assert program.count("range(150)") == 1
     (folder / "compare.py").write_text(program.replace("range(150)", "range(5)"))
     readme.run_block(readme.until("docs/large-data.md", "... tar -cf ..."), folder)

@@ -53,6 +53,7 @@ def parse_args():
     vocabulary = model.token.num_embeddings
     args.end = None
     args.tokenizer = None
+    args.numbers = list(args.prompt.encode())
     known = 256
     if args.tokens_dir:
         try:
@@ -61,11 +62,14 @@ def parse_args():
         except tokenize_text.WrongInput as error:
             parser.error(f"--tokens-dir: {error}")
         args.end = index["end"]
+        args.numbers = tokenize_text.token_numbers(args.tokenizer, args.prompt)
         known = index["vocabulary"]
     if vocabulary != known:
         wrong = f"{args.output_dir} has a model of {vocabulary} tokens"
         advice = "give --tokens-dir the folder that train.py has read"
         parser.error(f"{wrong}, not of {known}: {advice}")
+    if not args.numbers:
+        parser.error("--prompt has no token: give another one")
     bad = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
     if bad:
         wrong = f"{args.output_dir / 'model.pt'}: {bad[0]} has values that are no numbers"
@@ -94,10 +98,7 @@ def sample(model, tokens, length, temperature, generator, end=None):
 def main():
     """Print the prompt and what the model makes of it."""
     args, model = parse_args()
-    numbers = list(args.prompt.encode())
-    if args.tokenizer:
-        numbers = tokenize_text.token_numbers(args.tokenizer, args.prompt)
-    prompt = torch.tensor(numbers)
+    prompt = torch.tensor(args.numbers)
     generator = torch.Generator().manual_seed(args.seed)
     tokens = sample(model, prompt, args.length, args.temperature, generator, args.end)
     if args.tokenizer:
