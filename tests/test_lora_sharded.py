@@ -123,7 +123,7 @@ def test_memory(example: str, folder: Path) -> None:
     line = "    rank = dist.get_rank()\n"
     edits.edit(folder / "train.py", line, line + PEAK)
     text = (folder / "text.txt").read_text(encoding="utf-8")
-    (folder / "short.txt").write_text(text[:1200], encoding="utf-8")
+    (folder / "short.txt").write_text(text[:200], encoding="utf-8")
     words = ["--model-dir", "large", "--text-file", "short.txt", "--context", 16, "--batch-size", 1, "--epochs", 1]
     peaks, added = {}, {}
     for kind in ("", "--full"):

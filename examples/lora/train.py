@@ -234,15 +234,15 @@ def resume(args, model, optimizer, device):
     progress["sums"] = torch.zeros(2, dtype=torch.float64, device=device)
     # ddp: rank 0 decides; then each process reads the file, or ends if rank 0 has found an error
     checkpoint = sharded_model.find_checkpoint(args, model)
+    if checkpoint and args.shard:
+        state = sharded_model.state(model, optimizer)
+        # shard: the files may have other parts, since other processes have written them
+        dcp.load(state, checkpoint_id=shards.check(args, checkpoint))
+        sharded_model.set_state(model, optimizer, state)
+    elif checkpoint:
+        model.load_state_dict(checkpoint["model"], strict=False)  # lora: it has only the adapters
+        optimizer.load_state_dict(checkpoint["optimizer"])
     if checkpoint:
-        if args.shard:
-            state = sharded_model.state(model, optimizer)
-            # shard: the files may have other parts, since other processes have written them
-            dcp.load(state, checkpoint_id=shards.check(args, checkpoint))
-            sharded_model.set_state(model, optimizer, state)
-        else:
-            model.load_state_dict(checkpoint["model"], strict=False)  # lora: only the adapters
-            optimizer.load_state_dict(checkpoint["optimizer"])
         progress = checkpoint["progress"]
         progress["sums"] = torch.as_tensor(progress["sums"], dtype=torch.float64, device=device)
         if dist.get_rank() > 0:
