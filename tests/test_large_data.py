@@ -51,7 +51,7 @@ def test_tokens_for_lora(example: str, folder: Path) -> None:
     commands = readme.block("docs/large-data.md", "python tokenize_text.py --out tokens --tokenizer model ...")
     readme.run_block(commands, folder)
     rows = outputs.read_metrics(folder / "output")
-    assert rows[-1]["test_loss"] < rows[0]["test_loss"] - 1
+    assert rows[-1]["test_loss"] < rows[0]["test_loss"]
     index, numbers = tokens.read(folder / "tokens")
     from transformers import AutoTokenizer
 

@@ -190,7 +190,7 @@ def arguments(folder: Path, **changed: object) -> Namespace:
     paths = {"model_dir": folder / "model", "text_file": folder / "text.txt", "output_dir": folder / "output"}
     numbers = {"context": 32, "batch_size": 4, "gradient_accumulation_steps": 1, "world_size": 2, "seed": 0}
     lora = {"lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": "all-linear", "full": False}
-    lora |= {"merge": False, "separate_documents": False, "shard": False}
+    lora |= {"merge": False, "separate_documents": False, "end": None, "shard": False}
     others = {"precision": "fp32", "gradient_checkpointing": False, "resume": True, "epochs": 5, "scale_lr": None}
     return Namespace(**paths | numbers | lora | others | changed)
 

@@ -134,6 +134,24 @@ def test_long_documents(example: str, folder: Path, kind: str) -> None:
     assert len(text) > 700_000 and np.array_equal(tokens, whole + whole)
 
 
+@pytest.mark.only("fsdp")
+def test_large_vocabulary(example: str, folder: Path) -> None:
+    """Numbers above 65,535 stay whole, also if fewer tokens have them; unknown words are counted."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<unk>": 0, "</s>": 1, "a": 2, "river": 65_536, "village": 70_000}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    (folder / "words").mkdir()
+    tokenizer.save(str(folder / "words" / "tokenizer.json"))
+    write_json_lines(folder / "corpus.json", ["a river", "a small village"], "content")
+    how = ["--tokenizer", "words", "--end-token", "</s>", "--key", "content", "corpus.json"]
+    index, tokens = read(make(folder, "--out", "tokens", *how))
+    assert tokens.tolist() == [2, 65_536, 1, 2, 0, 70_000, 1]
+    found = {name: index[name] for name in ("dtype", "vocabulary", "largest_token", "unknown_tokens", "end")}
+    assert list(found.values()) == ["uint32", 70_001, 70_000, 1, 1]
+
+
 MEASURE = """
 import resource, subprocess, sys
 status = subprocess.call([sys.executable, "tokenize_text.py", *sys.argv[1:]])

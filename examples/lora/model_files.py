@@ -176,7 +176,6 @@ def tokenize(args, tokenizer, text):
     """
     if isinstance(text, dict):
         return read_tokens(args, tokenizer, text)
-    args.end = None
     if args.separate_documents:
         advice = "give --text-file a folder that tokenize_text.py has written"
         fail(f"--separate-documents needs tokens that end documents: {advice}")
@@ -206,7 +205,8 @@ def read_tokens(args, tokenizer, index):
     check_tokens(args, tokenizer, index["tokens"], index["unknown_tokens"])
     args.text = tokenize_text.description(index, args.separate_documents)
     args.largest_token = index["largest_token"]
-    args.end = index["end"] if args.separate_documents else None
+    if args.separate_documents:
+        args.end = index["end"]
     return data.Shards([data.mapped_tokens(path, index["dtype"]) for path in index["paths"]])
 
 

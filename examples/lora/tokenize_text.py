@@ -35,7 +35,7 @@ PIECE = 2**17  # letters: a longer document is encoded in pieces of about this l
 BATCH = 2**19  # letters that a process gets at once
 NEAR = 100  # letters before and after a cut that tell whether it changes a token
 TRIED = 1000  # places where a document may be cut
-TRAINED_ON = 10**8  # bytes: of a longer text the vocabulary is trained on parts, evenly spread
+TRAINED_ON = 3 * 10**7  # bytes: of a longer text the vocabulary is trained on parts, evenly spread
 LONGEST_LINE = 2**28  # bytes of a line of JSON
 # What these processes of a pool encode with: a tokenizer, and the number of the token that ends.
 encoder = {}
