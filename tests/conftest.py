@@ -51,12 +51,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix", action="store_true", help="run nothing: print which session runs what")
 
 
+def part_of(path: Path) -> str:
+    """Return the name of a file of tests without what its kind of tests adds: that of an example, if it is for one."""
+    return path.stem.removeprefix("test_").removesuffix("_jobs").removesuffix("_sharded")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With --example leave files of other examples, and of none, unread: to import them all takes seconds."""
     chosen = config.getoption("example")
-    named = f"{collection_path.stem.removeprefix('test_')}_"
-    owners = [name for name in EXAMPLES if named.startswith(f"{name}_")]  # as of test_lora_sharded.py
-    others = chosen and (collection_path.name == "repo" or (owners and not set(owners) & set(chosen)))
+    named = part_of(collection_path)
+    others = chosen and (collection_path.name == "repo" or (named in EXAMPLES and named not in chosen))
     return True if others else None  # None: as pytest itself decides
 
 
@@ -73,7 +77,7 @@ def belongs(item: pytest.Item) -> bool:
             raise pytest.UsageError(f"{item.nodeid}: the mark only names no example and no clause: {wrong}")
         if example not in mark.args and not any(getattr(row, name) for name in CLAUSES.intersection(mark.args)):
             return False
-    named = item.path.stem.removeprefix("test_").removesuffix("_jobs")
+    named = part_of(item.path)
     if named in EXAMPLES and named != example:
         raise pytest.UsageError(f"{item.nodeid}: {item.path.name} is for tests of {named} only")
     return True

@@ -234,7 +234,8 @@ def first_values():
     values = {}
 
     def note(layer, name, weight):
-        values[layer, name] = weight
+        if not weight.is_meta:
+            values[layer, name] = weight
 
     with each_new_weight(note):
         yield values

@@ -40,8 +40,7 @@ WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.flo
 
 def parse_args():
     parser = plumbing.arguments(__doc__, WEIGHT_DTYPES)  # --epochs and what else all examples have
-    # For a pretrained model 1e-4 is a usual --lr. --separate-documents sets `end` to a token.
-    parser.set_defaults(batch_size=4, lr=5e-3, end=None)
+    parser.set_defaults(batch_size=4, lr=5e-3, end=None)  # for a pretrained model often --lr 1e-4
     add = parser.add_argument
     add("--model-dir", type=Path, default="model", help="model in Hugging Face's format")
     add("--text-file", type=Path, default="text.txt", help="text, or tokenize_text.py's folder")
