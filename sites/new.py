@@ -141,8 +141,9 @@ def entry(group: Group, gpu: str, kinds: int, partition: dict[str, str], effecti
     else:
         found["cpus"] = cores
     found["max_nodes"] = min(at_most, group.number)
-    whole = partition.get("OverSubscribe", partition.get("Shared", "")).upper().startswith("EXCLUSIVE")
-    found |= {"whole": True} if whole else {}
+    exclusive = partition.get("OverSubscribe", partition.get("Shared", "")).upper().startswith("EXCLUSIVE")
+    found |= {"whole": True} if exclusive and not gpus else {}  # fewer GPUs than a node has can be asked for
+    found |= {"options": ["--hint=nomultithread"]} if group.threads > 1 else {}  # so that a CPU is a core
     found |= {"max_time": limit(partition.get("MaxTime", ""))} if limit(partition.get("MaxTime", "")) else {}
     return found
 
@@ -150,7 +151,8 @@ def entry(group: Group, gpu: str, kinds: int, partition: dict[str, str], effecti
 def describe(group: Group, partition: dict[str, str], config: dict[str, str]) -> str:
     """Return what SLURM says of a group of nodes, in words."""
     gpus = " and ".join(f"{count} GPUs {name}".strip() for name, count in group.gpus.items()) or "no GPUs"
-    words = [f"`{group.partition}`: {group.number} nodes with {gpus}, {group.cpus // group.threads} cores"]
+    nodes = f"{group.number} node{'s' * (group.number != 1)}"
+    words = [f"`{group.partition}`: {nodes} with {gpus}, {group.cpus // group.threads} cores"]
     words += [f"{group.threads} threads each"] if group.threads > 1 else []
     words.append(f"{group.memory} MB")
     words.append(f"at most {limit(partition.get('MaxTime', '')) or 'any time'}")

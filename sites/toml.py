@@ -26,9 +26,10 @@ def folded(text: str) -> str:
     short = quoted(text)
     if len(short) < WIDTH or re.search(r"\s\s|[\t\r\n\v\f\x1c-\x1f\x85]|^\s|\s$", text):
         return short
-    if '""' not in text and not text.endswith('"'):
-        short = short.replace('\\"', '"')  # three of them would end it
-    lines = textwrap.wrap(short[1:-1], WIDTH, break_long_words=False, break_on_hyphens=False)
+    inner = short[1:-1]
+    if '""' not in text and not text.endswith('"'):  # three of them would end it
+        inner = re.sub(r"\\(.)", lambda match: match[1] if match[1] == '"' else match[0], inner)
+    lines = textwrap.wrap(inner, WIDTH, break_long_words=False, break_on_hyphens=False)
     return '"""\\\n' + "".join(f"{line} \\\n" for line in lines[:-1]) + lines[-1] + '"""'
 
 

@@ -9,12 +9,17 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from harness import readme
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
-from sites import apply, page, systems, toml
+from sites import apply, new, page, systems, toml
 from sites.systems import SitesError, System
 
 SYSTEMS = systems.all_systems()
@@ -416,6 +421,15 @@ def test_times() -> None:
 # The files.
 
 
+TEXTS = st.text() | st.text(st.sampled_from('ab \\"\n'), max_size=400)
+
+
+def tables_of(values: st.SearchStrategy) -> st.SearchStrategy:
+    """A strategy for tables and lists of tables that have such values."""
+    tables = st.dictionaries(TEXTS, values, max_size=4)
+    return tables | st.lists(tables, min_size=1, max_size=3)
+
+
 def test_writer() -> None:
     """What the writer writes, Python's own reader reads back: the files of systems, and texts hard to write."""
     hard = [
@@ -465,6 +479,16 @@ def test_writer() -> None:
         toml.dumps({"a": 1.5})
 
 
+VALUES = st.recursive(TEXTS | st.integers(0) | st.booleans() | st.lists(TEXTS), tables_of, max_leaves=9)
+
+
+@given(st.dictionaries(TEXTS, VALUES))
+@settings(max_examples=50, deadline=None)
+def test_writer_of_any_text(table: dict) -> None:
+    """Whatever the texts are, in keys as well, they come back as they were."""
+    assert tomllib.loads(toml.dumps(table)) == table
+
+
 BAD_FILES = {
     "not toml": ("name = ", "cannot be read"),
     "no name": ('title = "t"\nread = "2026-01-01"\n', "key name is missing"),
@@ -485,3 +509,214 @@ def test_bad_files(project: Path, name: str) -> None:
     (project / "mine.toml").write_text(text)
     line = refusal(project, "apply", "mine", "run.slurm", "--gpus-per-node", "1")
     assert "mine.toml" in line and reason in line
+
+
+# Files of one's own.
+
+CONFIG = """Configuration data as of 2026-11-20T10:00:00
+AccountingStorageEnforce = associations,limits,qos
+ClusterName             = {cluster}
+DefMemPerNode           = UNLIMITED
+Epilog                  =
+MpiDefault              = {default}
+SLURM_VERSION           = {version}
+TmpFS                   = /scratch/local
+
+Slurmctld(primary) at head is UP
+"""
+PARTITION = (
+    "PartitionName={name} AllowGroups=ALL AllowAccounts={accounts} AllowQos=ALL Default={default} QoS=N/A "
+    "DefaultTime=NONE MaxNodes={nodes} MaxTime={time} MinNodes=0 Nodes=n[1-9] OverSubscribe={share} State={state} "
+    "TotalCPUs=1 TotalNodes=1 SelectTypeParameters=NONE JobDefaults={defaults} DefMemPerCPU={memory} "
+    "MaxMemPerNode=UNLIMITED TRES=cpu=1,mem=1M"
+)
+
+
+def partition(name: str, **values: str) -> str:
+    """Return a partition as `scontrol --oneliner show partition` prints it."""
+    usual = {"accounts": "ALL", "default": "NO", "nodes": "UNLIMITED", "time": "UNLIMITED", "share": "NO"}
+    usual |= {"state": "UP", "defaults": "(null)", "memory": "UNLIMITED"}
+    return PARTITION.format(name=name, **usual | values)
+
+
+# A cluster with SLURM 22.05 and one of its successors: what its commands print.
+OLD = {
+    "sinfo": """
+cpu|200|128|1|256000|(null)|c[001-200]
+gpu|30|64|1|515000|gpu:a100:4(S:0-1)|g[01-30]
+gpu|2|64|1|515000|gpu:a100:4(S:2-3)|g[31-32]
+gpu|6|96|2|1030000|gpu:h100:2(S:0-1),nvme:1|h[1-6]
+debug|1|64|1|515000|gpu:a100:4(S:0-1)|g01
+dead|1|64|1|515000|gpu:a100:8|x1
+""",
+    "partition": "\n".join(
+        [
+            partition("gpu", nodes="8", time="2-00:00:00", memory="4000", accounts="physics,chemistry"),
+            partition("cpu", default="YES", share="EXCLUSIVE", time="7-00:00:00"),
+            partition("debug", time="00:30:00", defaults="DefCpuPerGPU=8,DefMemPerGPU=100000"),
+            partition("dead", state="DOWN"),
+        ]
+    ),
+    "config": CONFIG.format(cluster="old", default="pmi2", version="22.05.8"),
+    "node": "NodeName=c001 Arch=x86_64 CPUAlloc=0 CPUEfctv=120 CPUTot=128 Gres=(null)",
+    "mpi": "MPI plugin types are...\n\tnone\n\tpmi2\n\tpmix\nspecific pmix plugin versions available: pmix_v3,pmix_v4",
+}
+NEW = {
+    "sinfo": "batch|100|288|1|870000|gpu:gh200:4|n[1-100]\n",
+    "partition": partition("batch", default="YES", time="1-00:00:00"),
+    "config": CONFIG.format(cluster="new", default="pmix", version="26.05.1"),
+    "node": "NodeName=n1 Arch=aarch64 CPUAlloc=0 CPUEfctv=288 CPUTot=288 Gres=gpu:gh200:4 Comment=(null)",
+    "mpi": "MPI plugin types are...\n\tnone\n\tcray_shasta\n\tpmi2\n\tpmix",
+}
+SAYS = """#!/bin/bash
+folder="${{0%/*}}"
+case "${{0##*/}} $*" in
+    sinfo*) cat "$folder/sinfo.txt" ;;
+    *"show partition") cat "$folder/partition.txt" ;;
+    *"show config") cat "$folder/config.txt" ;;
+    *"show hostnames"*) echo "${{@: -1}}" | sed 's/\\[0*\\([0-9]*\\).*/\\1/' ;;
+    *"show node"*) cat "$folder/node.txt" ;;
+    "srun --mpi=list") cat "$folder/mpi.txt" {output} ;;
+    *) echo "{name}: error: unexpected: $*" >&2; exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """A function that puts SLURM's commands, which say what was recorded, first into PATH; it returns that."""
+
+    def make(recorded: dict[str, str], output: str = "") -> dict[str, str]:
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        for name, text in recorded.items():
+            (folder / f"{name}.txt").write_text(text.lstrip("\n"))
+        for name in ("sinfo", "scontrol", "srun"):
+            (folder / name).write_text(SAYS.format(name=name, output=output))
+            (folder / name).chmod(0o755)
+        return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+    return make
+
+
+def test_new(project: Path, cluster: Callable[..., dict[str, str]]) -> None:
+    """Partitions, GPUs, limits, memory and MPI types are in the file; what SLURM does not know is empty.
+
+    Its lines come into a script as those of the known systems.
+    """
+    done = sites(project, "new", "mine", env=cluster(OLD))
+    assert done.returncode == 0, done.stderr
+    text = (project / "mine.toml").read_text()
+    system = systems.read(project / "mine.toml")
+    usual: dict[str, Any] = {
+        "cpus_per_gpu": 30,
+        "max_time": "2-00:00:00",
+        "max_nodes": 8,
+    }  # for jobs: 120 CPUs
+    of_h100 = {"max_nodes": 6, "options": ["--hint=nomultithread"]}  # with two threads a core
+    assert system.nodes == [  # the default partition first, and one that is down not at all
+        systems.Nodes(partition="cpu", cpus=120, max_nodes=200, max_time="7-00:00:00", whole=True),
+        systems.Nodes("gpu", "a100", 4, gpu_option="--gpus-per-node=a100:{gpus}", **usual),
+        systems.Nodes("gpu", "h100", 2, gpu_option="--gpus-per-node=h100:{gpus}", **usual | of_h100),
+        systems.Nodes("debug", "a100", 4, cpus_per_gpu=30, max_nodes=1, max_time="00:30:00"),
+    ]
+    header = system.facts["header"].text
+    assert (
+        "`gpu`: 32 nodes with 4 GPUs a100, 64 cores, 515000 MB, at most 2-00:00:00, by default 4000 MB per CPU"
+        in header
+    )
+    assert "AllowAccounts physics,chemistry" in header and "by default 100000 MB per GPU" in header
+    assert "6 nodes with 2 GPUs h100, 48 cores, 2 threads each" in header and "dead" not in header
+    assert "none pmi2 pmix pmix_v3 pmix_v4; default: pmi2" in system.facts["MPI"].text and system.job.mpi == "pmix"
+    assert "/scratch/local" in system.facts["local disk"].text and "22.05.8" in system.pages["slurm"].title
+    for fact in ("environment", "wheel", "internet"):
+        assert system.facts[fact].text == ""
+        assert re.search(r"^# .+\ntext = \"\"", text.partition(f"[facts.{fact}]")[2].lstrip("\n"))
+    assert re.search(r"^# .+\nmodules = \[\]\n", text, re.MULTILINE)
+
+    words = ["--nodes", "2", "--gpus-per-node", "4", "--account", "physics", "--write"]
+    done = sites(project, "apply", "mine", "run.slurm", *words)
+    assert done.returncode == 0, done.stderr
+    header = apply.header_of((project / "run.slurm").read_text().split("\n"))
+    assert (header["--partition"], header["--gpus-per-node"], header["--cpus-per-task"]) == ("gpu", "a100:4", "120")
+    assert_only_marked(MULTINODE.read_text(), (project / "run.slurm").read_text())
+    shutil.copy(MULTINODE, project / "run.slurm")
+    line = refusal(project, "apply", "mine", "run.slurm", "--nodes", "2", "--gpus-per-node", "3", "--gpu", "h100")
+    assert "gpu with h100 has 2 GPUs a node" in line
+    assert "is there already" in refusal(project, "new", "mine") and (project / "mine.toml").read_text() == text
+
+
+@pytest.mark.parametrize("output", ["", ">&2"])
+def test_new_of_newer_slurm(project: Path, cluster: Callable[..., dict[str, str]], output: str) -> None:
+    """With one kind of nodes the option has no type; SLURM's list of MPI types is read from either output."""
+    done = sites(project, "new", "mine", "--output", "other.toml", env=cluster(NEW, output))
+    assert done.returncode == 0, done.stderr
+    system = systems.read(project / "other.toml")
+    assert system.nodes == [systems.Nodes("batch", "gh200", 4, cpus_per_gpu=72, max_nodes=100, max_time="1-00:00:00")]
+    assert "none cray_shasta pmi2 pmix; default: pmix" in system.facts["MPI"].text
+    assert "cluster new" in system.title and "26.05.1" in system.pages["slurm"].title
+
+
+def test_forms_of_slurm() -> None:
+    """GRES, MPI types and settings as different releases write them."""
+    for gres, gpus in (
+        ("gpu:a100:4(S:0-1)", {"a100": 4}),
+        ("gpu:4", {"": 4}),
+        ("gpu:a100:2(S:0),gpu:v100:2(S:1),nvme:1", {"a100": 2, "v100": 2}),
+        ("gpu:8(S:0-3)", {"": 8}),
+        ("gpu:tesla:2,gpu:kepler:2", {"tesla": 2, "kepler": 2}),
+        ("gpu:nvidia_h200_nvl_4g.71gb:7(S:0,1),shard:8", {"nvidia_h200_nvl_4g.71gb": 7}),
+        ("(null)", {}),
+        ("gpu:0", {}),
+        ("craynetwork:4,gpu:nvidia_h100:4(IDX:0-3)", {"nvidia_h100": 4}),
+    ):
+        assert new.gpus_of(gres) == gpus, gres
+    broken = "MPI plugin types are...\n\tnone\n\tpmix\nspecific pmix plugin versions available: pmix_v5\n"
+    broken += "srun: error:  mpi/pmix_v5: init: (null) [0]: mpi_pmix.c:193: pmi/pmix: can not load PMIx library\n"
+    assert new.mpi_types(broken) == ["none", "pmix", "pmix_v5"]
+    assert new.mpi_types("srun: MPI types are...\nsrun: none\nsrun: pmix\n") == ["none", "pmix"]
+    assert new.pairs("A = \nBcd                     = (null)\nSLURM_VERSION = 25.11.0\n")["SLURM_VERSION"] == "25.11.0"
+    assert (
+        new.pairs("PartitionName=a AllowQos=ALL JobDefaults=DefMemPerGPU=5 State=UP")["JobDefaults"] == "DefMemPerGPU=5"
+    )
+    assert new.groups_of("sinfo: error: slow\na|2|64+|1|1000+|gpu:2|n[1-2]\n")[0][1:6] == (2, 64, 1, 1000, {"": 2})
+
+
+def test_new_refused(project: Path, cluster: Callable[..., dict[str, str]], tmp_path: Path) -> None:
+    """Without SLURM, with a SLURM that does not answer, and with a wrong name: one line, and no file."""
+    (tmp_path / "empty").mkdir()
+    assert "there is no sinfo here: run this on a login node" in refusal(
+        project, "new", "mine", env={"PATH": str(tmp_path / "empty")}
+    )
+    variables = cluster(OLD)
+    for name, reason in {"../x": "letters, digits", "lumi": "has a system of that name"}.items():
+        assert reason in refusal(project, "new", name, env=variables)
+    assert "cannot be written" in refusal(project, "new", "mine", "--output", "no/mine.toml", env=variables)
+    (tmp_path / "bin" / "sinfo").write_text("#!/bin/sh\necho slurm_load_partitions: Unable to contact >&2; exit 1\n")
+    assert "failed: slurm_load_partitions: Unable to contact" in refusal(project, "new", "mine", env=variables)
+    (tmp_path / "bin" / "sinfo").write_text("#!/bin/sh\n")
+    assert "sinfo lists no nodes" in refusal(project, "new", "mine", env=variables)
+    assert {path.name for path in project.iterdir()} == {"run.slurm"}
+
+
+# The commands of its README.
+
+
+def test_commands_of_readme(tmp_path: Path, cluster: Callable[..., dict[str, str]]) -> None:
+    """What the README has people type works, in a copy of sites/, whose page stays as it is."""
+    shutil.copytree(ROOT / "sites", tmp_path / "sites", ignore=shutil.ignore_patterns("__pycache__"))
+    commands = [
+        readme.command("sites/README.md", "python -m sites apply lumi ...", {"project_NUMBER": "p --write"}),
+        readme.command("sites/README.md", "python -m sites new mycluster"),
+        readme.command("sites/README.md", "python -m sites apply mycluster ...", {"--nodes": "--write --nodes"}),
+        readme.command("sites/README.md", "python -m sites page"),
+    ]
+    path = f"{cluster(OLD)['PATH'].partition(':')[0]}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "HOME": str(tmp_path), "PYTHONPATH": ""}
+    for command in commands:
+        (tmp_path / "project").mkdir(exist_ok=True)
+        shutil.copy(MULTINODE, tmp_path / "project")
+        words = ["bash", "-c", command]
+        run = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert run.returncode == 0, (command, run.stderr)
+    assert (tmp_path / "sites" / "systems.md").read_text() == page.PAGE.read_text()
