@@ -105,9 +105,10 @@ def mpi_types(text: str) -> list[str]:
 
 def interfaces() -> list[str]:
     """Return the network interfaces of this machine that are up, with an IPv4 address each."""
-    if not shutil.which("ip"):
+    program = shutil.which("ip", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    if not program:
         return []
-    done = subprocess.run(["ip", "-4", "-o", "address"], capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run([program, "-4", "-o", "address"], capture_output=True, text=True, timeout=SECONDS)
     found = re.findall(r"^\d+: (\S+)\s+inet (\S+?)/", done.stdout, re.MULTILINE)
     return [f"{name} ({address})" for name, address in found if name != "lo"]
 

@@ -111,7 +111,7 @@ def made(kind: type[T], table: Any, where: str, **parts: Any) -> T:
     if unknown := sorted(table.keys() - known.keys()):
         raise SitesError(f"{where}: unknown key {unknown[0]}; known are {', '.join(known)}")
     for name, one in known.items():
-        if name not in table and one.default is MISSING and one.default_factory is MISSING:
+        if name not in {**table, **parts} and one.default is MISSING and one.default_factory is MISSING:
             raise SitesError(f"{where}: the key {name} is missing")
         if name in table and name not in parts:
             check_type(table[name], str(one.type), f"{where}: {name}")

@@ -1,16 +1,17 @@
 """sites/ on a real SLURM: a lab whose partitions imitate those of a cluster, and scripts that its sbatch accepts."""
 
 import os
+import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.jobs import hand_over, on_this_machine_only
+from harness.jobs import on_this_machine_only
 from harness.launchers import ROOT
+from harness.processes import wait_until
 from lab import Lab, LabError, Wanted, accounting, why_not
 from sites import apply, systems
 from sites.systems import Nodes
@@ -20,15 +21,15 @@ pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(why_not()), reason=str(
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder of the lab's user with a run.slurm of torchrun_multinode."""
+    """A folder with a run.slurm of torchrun_multinode."""
     shutil.copy(ROOT / "examples" / "torchrun_multinode" / "run.slurm", tmp_path)
-    return hand_over(tmp_path)
+    return tmp_path
 
 
 def started(project: Path, **wanted) -> Lab:
-    """Return a lab, not yet up, that no other test of this machine has."""
+    """Return a lab, not yet up, that no other test of this machine has, and whose user is root: it runs no jobs."""
     share = on_this_machine_only(project, Path(sys.prefix), ROOT)
-    return Lab(Wanted(name=f"sites{os.getpid()}", share=share, **wanted))
+    return Lab(Wanted(name=f"sites{os.getpid()}", user="root", share=share, **wanted))
 
 
 def sites(lab: Lab, project: Path, *words: str) -> str:
@@ -95,43 +96,55 @@ IMITATED = {  # a system: what is asked of it, and the GPUs' name in its SLURM
 }
 
 
-@pytest.fixture
-def imitation(name: str, project: Path) -> Iterator[Lab]:
-    """A lab with the partitions, GPUs, QOS and features of a system, where jobs need an account."""
-    try:
-        accounting.check()
-    except LabError as error:
-        pytest.skip(str(error))
-    system, (_, kind) = systems.find(name)[1], IMITATED[name]
-    known = [nodes for nodes in system.nodes if nodes.gpus]
+def imitation(name: str, project: Path, with_accounts: bool) -> Lab:
+    """Return a lab, not yet up, with the partitions and GPUs of a system; with accounts, jobs need one."""
+    known = [nodes for nodes in systems.find(name)[1].nodes if nodes.gpus]
     partitions = {}
     for nodes in (nodes for nodes in known if nodes.partition):
         most, time = nodes.max_nodes or "UNLIMITED", nodes.max_time or "UNLIMITED"
-        share = "EXCLUSIVE" if nodes.whole else "NO"
-        limits = f"MaxNodes={most} MaxTime={time} OverSubscribe={share}"
+        limits = f"MaxNodes={most} MaxTime={time} OverSubscribe={'EXCLUSIVE' if nodes.whole else 'NO'}"
         partitions[nodes.partition] = f"PartitionName={nodes.partition} Nodes=ALL {limits} State=UP"
-    conf = ["AccountingStorageEnforce=associations,limits,qos", "EnforcePartLimits=ALL", *partitions.values()]
-    with started(project, cpus=256, gpus=known[0].gpus, gpu_type=kind, conf=conf, accounting=True) as lab:
-        add = ["sacctmgr", "--immediate", "add"]
-        for words in (["qos", "regular"], ["account", "p"], ["user", lab.user, "account=p", "qos=normal,regular"]):
-            lab.slurm(*add, *words)
-        lab.slurm("scontrol", "update", "NodeName=ALL", "AvailableFeatures=gpu", "ActiveFeatures=gpu")
-        yield lab
+    conf = ["EnforcePartLimits=ALL", *partitions.values()]
+    conf += ["AccountingStorageEnforce=associations,limits,qos"] if with_accounts else []
+    gpus, kind = known[0].gpus, IMITATED[name][1]
+    return started(project, cpus=256, gpus=gpus, gpu_type=kind, conf=conf, accounting=with_accounts)
+
+
+def assert_accepted(name: str, lab: Lab, project: Path) -> None:
+    """Check that sbatch takes the script with a system's lines, and that it looks at its GPUs."""
+    lab.slurm("scontrol", "update", "NodeName=node[1-2]", "AvailableFeatures=gpu", "ActiveFeatures=gpu")
+    sites(lab, project, "apply", name, "run.slurm", *IMITATED[name][0], "--write")
+    assert accepted(lab, project) == ""
+    text = (project / "run.slurm").read_text()
+    ((option, value),) = (one for one in apply.header_of(text.split("\n")).items() if one[0] in apply.GPU_OPTIONS)
+    more = f"{value.rpartition(':')[0]}:77".removeprefix(":")
+    (project / "run.slurm").write_text(text.replace(f"{option}={value}", f"{option}={more}"))
+    assert accepted(lab, project), "sbatch would take 77 GPUs: then this test shows nothing"
+    (project / "run.slurm").write_text(text)
 
 
 @pytest.mark.runs("weekly")
 @pytest.mark.parametrize("name", IMITATED)
-def test_imitated(name: str, imitation: Lab, project: Path) -> None:
-    """Where a system's partitions, GPUs, features and QOS are imitated, sbatch takes the script with its lines.
+def test_imitated(name: str, project: Path) -> None:
+    """Where a system's partitions, GPUs and features are imitated, sbatch takes the script with its lines."""
+    with imitation(name, project, with_accounts=False) as lab:
+        assert_accepted(name, lab, project)
 
-    It does not take another account, nor more GPUs than a node has.
-    """
-    sites(imitation, project, "apply", name, "run.slurm", *IMITATED[name][0], "--write")
-    assert accepted(imitation, project) == ""
-    assert "account" in accepted(imitation, project, "--account=other")
-    text = (project / "run.slurm").read_text()
-    for option in apply.GPU_OPTIONS:
-        if value := apply.header_of(text.split("\n")).get(option):
-            more = value.rpartition(":")[0] + ":77" if ":" in value else "77"
-            (project / "run.slurm").write_text(text.replace(f"{option}={value}", f"{option}={more}"))
-    assert accepted(imitation, project), "sbatch would take 77 GPUs: then this test shows nothing"
+
+@pytest.mark.runs("weekly")
+@pytest.mark.parametrize("name", ["iris", "perlmutter"])
+def test_imitated_with_qos(name: str, project: Path) -> None:
+    """The same where QOS and accounts are in a database, and others are refused."""
+    try:
+        accounting.check()
+    except LabError as error:
+        pytest.skip(str(error))
+    with imitation(name, project, with_accounts=True) as lab:
+        add = ("sacctmgr", "--immediate", "add")
+        for words in (["qos", "regular"], ["account", "p"], ["user", lab.user, "account=p", "qos=normal,regular"]):
+            lab.slurm(*add, *words)
+        shown = ("scontrol", "show", "assoc_mgr")
+        wait_until(lambda: {"QOS=regular", "Account=p"} <= {*re.split(r"[\s(]", lab.slurm(*shown))}, 300, "the account")
+        assert_accepted(name, lab, project)
+        for option in ("--account=other", "--qos=other"):
+            assert accepted(lab, project, option), f"sbatch would take {option}: then this test shows nothing"
