@@ -84,13 +84,12 @@ def options(text: str) -> dict[str, str]:
     """Return the options of a line of the header, by their long names with dashes."""
     found = {}
     words = text.split()
-    for number, word in enumerate(words):
-        name, _, value = word.partition("=")
+    for word, following in zip(words, [*words[1:], "-"], strict=True):
+        name, is_there, value = word.partition("=")
         if re.fullmatch(r"-\w", name):
             name = f"--{SHORT.get(name[1], name[1])}"
-            value = words[number + 1] if number + 1 < len(words) else ""
         if name.startswith("--"):
-            found[name] = value
+            found[name] = following if not is_there and not following.startswith("-") else value
     return found
 
 
@@ -210,7 +209,7 @@ def plan(lines: list[str], system: System, wanted: Wanted) -> tuple[dict[str, st
     if wanted.time:
         chosen["--time"] = wanted.time
     if wanted.gpus:
-        option = nodes.gpu_option.format(gpus=wanted.gpus, gpus_per_task=wanted.gpus // tasks)
+        option = nodes.gpu_option.format(gpus=wanted.gpus, gpus_per_task=max(wanted.gpus // tasks, 1))
         chosen |= options(option)
     if nodes.partition:
         chosen["--partition"] = nodes.partition

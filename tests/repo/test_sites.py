@@ -401,6 +401,19 @@ def test_own_values_stay(project: Path) -> None:
     assert "\n##SBATCH --gpus-per-node=4 " in new_text, "switched off again"
 
 
+def test_options() -> None:
+    """The options of a header are read however they are written."""
+    written = "-A me -p gpu --mem 16G --exclusive --gres=gpu:a100:2 -C volta32"
+    assert apply.options(written) == {
+        "--account": "me",
+        "--partition": "gpu",
+        "--mem": "16G",
+        "--exclusive": "",
+        "--gres": "gpu:a100:2",
+        "--constraint": "volta32",
+    }
+
+
 def test_times() -> None:
     """Time limits are read as SLURM reads them."""
     for text, expected in (
