@@ -50,6 +50,7 @@ class Wanted:
     nodes: int = option(2, "how many nodes", type=int)
     cpus: int = option(4, "per node", type=int)
     gpus: int = option(0, "stand-ins per node", type=int)
+    gpu_type: str = option("", "their name in SLURM, such as a100 (default: none)", metavar="NAME")
     name: str = "lab"
     share: Sequence[str | Path] = option((), "a folder in /tmp for all nodes", metavar="PATH", action="append")
     conf: Sequence[str] = option((), "a line for slurm.conf", metavar="KEY=VALUE", action="append")
@@ -69,6 +70,8 @@ class Wanted:
             value = getattr(self, what)
             if not isinstance(value, int) or not low <= value <= high:
                 raise LabError(f"--{what} {value}: must be a number from {low} to {high}")
+        if not re.fullmatch(r"\w*", self.gpu_type, re.ASCII):
+            raise LabError(f"--gpu-type {self.gpu_type}: must be a name of letters, digits and _")
         for path in self.share:
             if os.path.abspath(path) == "/tmp" or not os.path.isdir(path):
                 raise LabError(f"--share {path}: must be a folder, and not /tmp itself: every node has its own")
@@ -182,7 +185,8 @@ class Plan(Wanted):
     def gres_conf(self) -> str:
         """SLURM wants a device for every GPU that it counts; these stand for them."""
         devices = f"[0-{self.gpus - 1}]" if self.gpus > 1 else "0"
-        return f"AutoDetect=off\nName=gpu File={self.folder}/gpu{devices}\n" if self.gpus else ""
+        kind = f" Type={self.gpu_type}" if self.gpu_type else ""
+        return f"AutoDetect=off\nName=gpu{kind} File={self.folder}/gpu{devices}\n" if self.gpus else ""
 
     def slurm_conf(self) -> str:
         """The text of slurm.conf; a line of `conf` replaces ours with the same key."""
@@ -203,7 +207,7 @@ class Plan(Wanted):
         gres = ""
         if self.gpus:
             settings["GresTypes"] = "gpu"
-            gres = f" Gres=gpu:{self.gpus}"
+            gres = f" Gres=gpu:{f'{self.gpu_type}:' if self.gpu_type else ''}{self.gpus}"
         lines = [f"{key}={value}" for key, value in settings.items()]
         for extra in self.conf:
             key = extra.partition("=")[0].strip().lower()
