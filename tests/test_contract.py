@@ -479,7 +479,7 @@ args = train.parse_args()
 vars(args).pop("zero_stage", None)  # deepspeed has it from a file
 checkpoints.checks.look_at_model = lambda *_: None  # there is no model yet
 name = getattr(train, "CHECKPOINT", checkpoints.CHECKPOINT)
-name = train.shards.CHECKPOINT if hasattr(train, "shards") else name
+name = train.shards.CHECKPOINT if getattr(args, "shard", hasattr(train, "shards")) else name
 checkpoints.accept(checkpoints.read_checkpoint(args, None, name))
 """
 

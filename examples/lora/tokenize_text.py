@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 import zlib
@@ -43,6 +44,10 @@ encoder = {}
 
 class WrongInput(Exception):
     """What was given cannot be used; the message is one line that says why and what to do."""
+
+
+class KilledProcess(WrongInput):
+    """A process of the pool was killed. Older releases of Python 3.11 then wait forever for it."""
 
 
 # What a folder of tokens has
@@ -378,10 +383,13 @@ def encode_all(parts, processes, *settings):
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool as error:
+        pool.shutdown(wait=False)
         advice = "was the memory exhausted? Use fewer --processes"
-        raise WrongInput(f"a process that encodes has been killed: {advice}") from error
-    finally:
+        raise KilledProcess(f"a process that encodes has been killed: {advice}") from error
+    except BaseException:
         pool.shutdown(cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 # Writing a folder of tokens
@@ -575,6 +583,9 @@ def main():
     except ImportError as error:
         advice = "pip install -r requirements.txt"
         parser.exit(2, f"{parser.prog}: error: {error}: {advice}\n")
+    except KilledProcess as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
     except WrongInput as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     except KeyboardInterrupt:
