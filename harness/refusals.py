@@ -77,6 +77,7 @@ BAD_NUMBERS = {
     "--heads 0": ["--heads must be 1 or more, not 0"],
     "--tokens 0": ["--tokens must be 1 or more, not 0"],
     "--tensor-parallel 0": ["--tensor-parallel must be 1 or more, not 0"],
+    "--replicas 0": ["--replicas must be 1 or more, not 0"],
     "--peak-tflops nan": ["--peak-tflops must be 0 or more, not nan"],
     "--lora-rank 0": ["--lora-rank must be 1 or more, not 0"],
     "--lora-alpha nan": ["--lora-alpha must be 0 or more, not nan"],

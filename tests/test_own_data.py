@@ -1,6 +1,5 @@
 """Own data: what is wrong with files and samples ends in one line, with what was found and what is expected."""
 
-import ast
 import os
 import runpy
 import signal
@@ -306,19 +305,6 @@ def test_batches_of_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text:
     edits.edit(tmp_path / "own_data.py", old, text)
     save(tmp_path)
     refused(runpy.run_path(str(tmp_path / "own_data.py")), tmp_path, "batch([0]...) returns", says)
-
-
-def body_of(path: Path, name: str) -> list[str]:
-    """Return the statements of a function of a file, without comments."""
-    found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-    (node,) = [node for node in found if node.name == name]
-    return [ast.unparse(statement) for statement in node.body]
-
-
-def test_same_checks() -> None:
-    """What reads an .npz file does the same with and without PyTorch."""
-    for name in ("labelled_images", "_arrays", "_wrong_images", "_wrong_labels"):
-        assert body_of(ROOT / "common" / "data.py", name) == body_of(TENSORFLOW / "numpy_data.py", name), name
 
 
 IDX = {"labels up to 26": ("labels-idx1-ubyte", 8, 26), "without a pixel": ("images-idx3-ubyte", 16, 0)}

@@ -32,7 +32,7 @@ def check_sizes(parser, args):
     if args.world_size % args.tensor_parallel:
         parser.error(f"{args.world_size} processes are no multiple of {parts}")
     groups = args.world_size // args.tensor_parallel
-    if args.replicas < 1 or groups % args.replicas:
+    if groups % args.replicas:
         whole = f"--replicas must divide the {plural(groups, 'data-parallel group')}"
         parser.error(f"{whole} of this run, and {args.replicas} does not")
     if args.vocabulary < 4:
