@@ -233,7 +233,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def sync(session: nox.Session) -> None:
-    """Check that what several examples have is the same: common/, plumbing/, four files (`-- --fix`)."""
+    """Check that what several examples have is the same: common/, plumbing/, five files (`-- --fix`)."""
     if "--fix" in session.posargs:
         copies.fix(ROOT)
     if wrong := copies.differences(ROOT):

@@ -199,10 +199,12 @@ def test_input_that_a_model_does_not_take(tmp_path: Path, monkeypatch: pytest.Mo
 
     with pytest.raises(RefusedError, match=r"fix_summation_order, \(1, 1, 28, 28\), .*test_numbers.py, line \d+: Run"):
         plumbing.fix_summation_order(nn.Sequential(nn.Linear(4, 2)), torch.zeros(1, 1, 28, 28))
+    importlib.import_module("common.models")  # it and its package are there again after this test
+    for name in ("common", "common.models"):
+        monkeypatch.delitem(sys.modules, name)
     linked = tmp_path / "linked"
     linked.symlink_to(ROOT)
     monkeypatch.syspath_prepend(str(linked))
-    monkeypatch.delitem(sys.modules, "common.models", raising=False)
     model = importlib.import_module("common.models").ConvNet()
     with pytest.raises(RefusedError, match=r"common/models.py, line \d+: RuntimeError"):
         plumbing.fix_summation_order(model, torch.zeros(1, 3, 28, 28))

@@ -6,7 +6,6 @@ of a run with --keep-sharded, from its last checkpoint, on any machine that can 
 
 import argparse
 import functools
-import logging
 import warnings
 import zlib
 from pathlib import Path
@@ -71,16 +70,6 @@ def note_tokens(args, tokens):
     """Note in `args` what the tokens are, unless read_tokens has done so, for --resume."""
     if not hasattr(args, "text"):
         args.text = f"of {len(tokens)} tokens with checksum {zlib.crc32(tokens.numpy())}"
-
-
-def ignore_warnings():
-    """Silence what says nothing about this script."""
-    # The logits are not changed in place here.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
-    # torch.distributed.checkpoint itself uses it.
-    warnings.filterwarnings("ignore", ".*TypedStorage is deprecated")
-    # It says that gathering takes two steps.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def change_block(args, block):

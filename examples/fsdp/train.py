@@ -266,7 +266,7 @@ def load_data(args):
 def main(args):
     """Train as one of the processes that torchrun has started."""
     plumbing.prepare_process(args)
-    sharded_model.ignore_warnings()
+    shards.ignore_warnings()
     device, mesh = setup(args)
     group_rank = (
         dist.get_rank() // args.tensor_parallel

@@ -8,10 +8,8 @@ import contextlib
 import ctypes
 import functools
 import json
-import logging
 import math
 import shutil
-import warnings
 import zlib
 from types import SimpleNamespace
 
@@ -46,16 +44,6 @@ TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 stored = {}
 
 
-def ignore_warnings():
-    """Silence what says nothing about this script."""
-    # The logits are not changed in place here.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
-    # torch.distributed.checkpoint itself uses it.
-    warnings.filterwarnings("ignore", ".*TypedStorage is deprecated")
-    # It says that gathering takes two steps.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-
-
 def return_memory():
     """Have glibc return blocks of 1 MiB or more to the kernel as soon as they are freed.
 
@@ -76,7 +64,7 @@ def without_values(args, dtype):
     Its buffers, such as the frequencies of a rotary embedding, have values: no file has them. What
     the model is, is noted in `args` and in `stored`. A folder with another model is refused.
     """
-    ignore_warnings()
+    shards.ignore_warnings()
     return_memory()
     folder = args.model_dir
     try:

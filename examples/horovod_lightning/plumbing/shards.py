@@ -8,9 +8,11 @@ checksums of its files and how far the run was.
 import contextlib
 import copy
 import json
+import logging
 import os
 import shutil
 import threading
+import warnings
 import zipfile
 import zlib
 from datetime import timedelta
@@ -29,6 +31,16 @@ from .settings import position
 CHECKPOINT = "checkpoint/run.json"  # in --output-dir
 # Of a save in the background: the process group that its thread uses, and that thread.
 BACKGROUND = {"group": None, "thread": None}
+
+
+def ignore_warnings():
+    """Silence what FSDP2 and its checkpoints say, and what says nothing about train.py."""
+    # The logits are not changed in place here.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+    # torch.distributed.checkpoint itself uses it.
+    warnings.filterwarnings("ignore", ".*TypedStorage is deprecated")
+    # It says that gathering takes two steps.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def read_checkpoint(args, model):
@@ -82,9 +94,7 @@ def begin(args, progress):
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed while saving
         with write_errors(folder):
-            folder.parent.mkdir(
-                exist_ok=True
-            )  # not its parents: a removed --output-dir is an error
+            folder.parent.mkdir(exist_ok=True)  # no parents: a removed --output-dir is an error
         write_metrics(args, progress)
     dist.barrier()
     return folder
