@@ -95,7 +95,7 @@ class Launcher:
 
     @property
     def pattern(self) -> bool:
-        """Whether it is one of the five launch patterns; fewer tests of the other examples are ordinary ones."""
+        """Whether it is one of the six launch patterns; fewer tests of the other examples are ordinary ones."""
         return bool(self.meets)
 
     @property
@@ -213,6 +213,15 @@ LAUNCHERS = {
         epoch_start='    start = time.perf_counter() - progress["seconds"]\n',
         convnet=False,
         job_recovers=True,
+        stops_at_a_step=True,
+        kill_message=TORCHRUN_KILLED,
+    ),
+    "srun_multinode": Launcher(
+        "torchrun --standalone --nproc-per-node={n} train.py",
+        status_after_bad_input=1,
+        processes_in_job=4,
+        meets="in a store on the first node",
+        epoch_start='    start = time.perf_counter() - progress["seconds"]\n',
         stops_at_a_step=True,
         kill_message=TORCHRUN_KILLED,
     ),

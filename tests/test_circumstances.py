@@ -55,7 +55,7 @@ def test_ordinary_user(example: str, source: Path, tmp_path: Path, reference: Re
 
 
 @needs_root
-@pytest.mark.only("fsdp", "lora", "torchrun_multinode", "torchrun_vision")
+@pytest.mark.only("fsdp", "lora", "srun_multinode", "torchrun_multinode", "torchrun_vision")
 @pytest.mark.runs("weekly")
 @pytest.mark.parametrize("other", [False, True])
 def test_compile(example: str, folder: Path, tmp_path: Path, other: bool) -> None:

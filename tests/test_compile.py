@@ -11,13 +11,14 @@ from harness import outputs, refusals, runs
 from harness.launchers import LAUNCHERS
 
 pytestmark = [
-    pytest.mark.only("torchrun_multinode", "torchrun_vision", "fsdp", "lora"),
+    pytest.mark.only("srun_multinode", "torchrun_multinode", "torchrun_vision", "fsdp", "lora"),
     pytest.mark.runs("weekly"),
     pytest.mark.timeout(1800),
 ]
 SMALL = {  # little to train, in two epochs
     "fsdp": "--tokens 6800 --context 32 --width 64 --layers 3",
     "lora": "",
+    "srun_multinode": "",
     "torchrun_multinode": "",
     "torchrun_vision": "--workers 1",
 }

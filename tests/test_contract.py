@@ -593,7 +593,7 @@ def enlarge(folder: Path) -> None:
     models.write_text(text.replace("9216, 128", "9216, 4096").replace("128, 10", "4096, 10"))
 
 
-@pytest.mark.only("ddp_spawn", "torchrun_multinode", "lightning", "accelerate")
+@pytest.mark.only("ddp_spawn", "torchrun_multinode", "lightning", "accelerate", "srun_multinode")
 @pytest.mark.runs("weekly")
 def test_memory_of_a_resume(example: str, folder: Path) -> None:
     """A resumed process needs at most 1.2 times the memory of one that was not interrupted, with a model of 150 MB.

@@ -115,7 +115,7 @@ def test_resumed(example: str, folder: Path, built: Path, tmp_path: Path) -> Non
     assert_clean(example, tmp_path / "record", run)
 
 
-@pytest.mark.only("accelerate", "ddp_spawn", "torchrun_multinode", "lightning", "deepspeed")
+@pytest.mark.only("accelerate", "ddp_spawn", "torchrun_multinode", "lightning", "deepspeed", "srun_multinode")
 @pytest.mark.runs("weekly")
 def test_same_as_on_the_cpu(example: str, folder: Path, reference: Reference, built: Path, tmp_path: Path) -> None:
     """In fp32 the default run ends with the CPU's losses, killed and resumed after an epoch, too."""
@@ -165,7 +165,7 @@ def test_refuses_too_few(example: str, folder: Path, built: Path, tmp_path: Path
     assert_refused(run, LAUNCHERS[example].status_after_bad_input, "2 processes on", "which has 1 GPUs")
 
 
-@pytest.mark.only("accelerate", "ddp_spawn", "lightning", "torchrun_multinode")
+@pytest.mark.only("accelerate", "ddp_spawn", "lightning", "torchrun_multinode", "srun_multinode")
 @pytest.mark.runs("weekly")
 @pytest.mark.parametrize("visible", ["1", "MIG-0f0f0f0f-0000-0000-0000-000000000000", "0"])
 def test_one_visible(example: str, folder: Path, built: Path, tmp_path: Path, visible: str) -> None:

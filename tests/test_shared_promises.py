@@ -29,7 +29,7 @@ register_optimizer_step_pre_hook(note_norm)
 """
 
 
-@pytest.mark.only("accelerate", "torchrun_multinode")
+@pytest.mark.only("accelerate", "srun_multinode", "torchrun_multinode")
 @pytest.mark.runs("weekly", "accelerate")
 def test_gradient_accumulation(example: str, folder: Path) -> None:
     """2 batches of 16 per step take the steps of batch 32, clipping included, and exchange as many gradients."""
@@ -55,7 +55,7 @@ def test_gradient_accumulation(example: str, folder: Path) -> None:
     assert norms["whole"] == pytest.approx([0.5] * len(norms["whole"]), rel=1e-4)  # each was above the limit before
 
 
-@pytest.mark.only("accelerate", "torchrun_multinode")
+@pytest.mark.only("accelerate", "srun_multinode", "torchrun_multinode")
 @pytest.mark.runs("weekly")
 def test_stopped_in_the_warmup(example: str, folder: Path) -> None:
     """Stopped in mid-epoch in its warm-up and resumed, with two batches a step: the same rates, and the same bits."""
@@ -99,7 +99,7 @@ def test_parent_killed(example: str, folder: Path, number: signal.Signals) -> No
     assert "Traceback" not in run.stderr
 
 
-@pytest.mark.only("ddp_spawn", "torchrun_multinode")
+@pytest.mark.only("ddp_spawn", "srun_multinode", "torchrun_multinode")
 def test_more_processes_than_gpus(example: str, folder: Path) -> None:
     """On a node with fewer GPUs (played here) than processes they refuse before they meet, or before they start."""
     edits.play_one_gpu(folder)

@@ -154,6 +154,15 @@ def test_diff_shows_the_launcher() -> None:
     assert edits.changed_lines("a\nb\n", "a\nc\nd\n") == 3 and edits.changed_lines("a\n", "a\n") == 0
 
 
+def test_without_torchrun() -> None:
+    """train.py and minimal.py of srun_multinode are torchrun_multinode's apart from the launcher's lines.
+
+    In train.py these are tagged, in the docstrings, what is refused, the threads, and what catches an exception.
+    """
+    for file, most in (("train.py", 32), ("minimal.py", 24)):
+        assert edits.changed_lines(text_of("torchrun_multinode", file), text_of("srun_multinode", file)) <= most, file
+
+
 def test_learning_rate() -> None:
     """The rate rises along a line to --lr times 1, the processes or their square root, and then stays.
 

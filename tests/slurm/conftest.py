@@ -26,7 +26,7 @@ from lab import Lab
 def reference_job(example: str, source: Path, lab: Lab, session_folder: Path) -> Callable[[str], Reference]:
     """A function that returns what a job leaves: one as shipped, or a small one with 2 processes.
 
-    With the five launch patterns both run at once, in one folder. The lab's GPUs, which the small job asks for, are
+    With the six launch patterns both run at once, in one folder. The lab's GPUs, which the small job asks for, are
     stand-ins: CUDA finds none, and it trains on CPU.
     """
 

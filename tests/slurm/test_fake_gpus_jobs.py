@@ -33,7 +33,10 @@ def train(
     assert [one["own"] for one in records] == sorted(nodes * list(range(each))), records
 
 
-@pytest.mark.only("accelerate", "torchrun_multinode", "lightning", "deepspeed", "torchrun_vision", "fsdp", "lora")
+ON_NODES = ("accelerate", "torchrun_multinode", "lightning", "deepspeed", "torchrun_vision", "fsdp", "lora")
+
+
+@pytest.mark.only("srun_multinode", *ON_NODES)
 @pytest.mark.runs("one")
 def test_two_nodes(lab: Lab, example: str, source: Path, built: Path, tmp_path: Path) -> None:
     """On two nodes with one GPU each, a process takes the first of its node, whatever its rank."""
@@ -47,15 +50,15 @@ def test_shipped(lab: Lab, example: str, source: Path, built: Path, tmp_path: Pa
     train(lab, example, source, built, tmp_path, "--gpus-per-node=2", nodes=nodes, each=2)
 
 
-@pytest.mark.only("torchrun_multinode", "lightning")
+@pytest.mark.only("torchrun_multinode", "lightning", "srun_multinode")
 @pytest.mark.runs("weekly")
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param("--gpus-per-task=2", marks=pytest.mark.only("torchrun_multinode")),
         pytest.param("--gres=gpu:2", marks=pytest.mark.only("torchrun_multinode")),
-        pytest.param("--gpus-per-task=1", marks=pytest.mark.only("lightning")),
-        pytest.param("--gpus-per-node=2 --gpu-bind=single:1", marks=pytest.mark.only("lightning")),
+        pytest.param("--gpus-per-task=1", marks=pytest.mark.only("lightning", "srun_multinode")),
+        pytest.param("--gpus-per-node=2 --gpu-bind=single:1", marks=pytest.mark.only("lightning", "srun_multinode")),
     ],
 )
 def test_other_ways_to_ask(lab: Lab, example: str, source: Path, built: Path, tmp_path: Path, options: str) -> None:

@@ -180,20 +180,20 @@ def loses_no_step(fault: str, example: str) -> bool:
 
 
 def table() -> str:
-    """Return the matrix as docs/faults.md shows it: for those that start dead processes again, and for the others.
+    """Return the matrix as docs/faults.md shows it: a column for those whose processes are started again, and so on.
 
-    Whether an example does so, its run.slurm says. So the titles name no example, and stay when one is added.
+    What an example does, its run.slurm says. So the titles name no example, and stay when one is added.
     """
-    restarted, others = [], []
+    columns: dict[str, list[str]] = {}
+    titles = ("`--max-restarts=1` in run.slurm", "only `stop_near_time_limit`", "neither")
     for name in EXAMPLES:
-        again = re.search("--max[-_]restarts[= ]1 ", (ROOT / "examples" / name / "run.slurm").read_text())
-        assert bool(again) == LAUNCHERS[name].job_recovers, name
+        text = (ROOT / "examples" / name / "run.slurm").read_text()
+        again, stops = re.search("--max[-_]restarts[= ]1 ", text), "trap stop_near_time_limit" in text
+        assert bool(again) == LAUNCHERS[name].job_recovers and stops == LAUNCHERS[name].stops_at_a_step, name
         cells = [expected(fault, name).value + ", 0 steps lost" * loses_no_step(fault, name) for fault in FAULTS]
-        column = restarted if again else others
-        column[:] = column or cells
-        assert column == cells, f"{name} differs from the others in its column: it needs one of its own"
-    titles = ("fault", "`--max-restarts=1` in run.slurm", "the other examples")
-    rows = [titles, ("---",) * 3, *zip(FAULTS, restarted, others, strict=True)]
+        title = titles[0] if again else titles[1] if stops else titles[2]
+        assert columns.setdefault(title, cells) == cells, f"{name} differs from the others in its column"
+    rows = [("fault", *titles), ("---",) * 4, *zip(FAULTS, *(columns[title] for title in titles), strict=True)]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

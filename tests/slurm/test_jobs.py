@@ -264,7 +264,7 @@ def wait_for_progress(job: Job, starts: int) -> None:
 
 
 @pytest.mark.runs("weekly")
-@pytest.mark.only("accelerate", "lightning", "torchrun_multinode")
+@pytest.mark.only("accelerate", "lightning", "srun_multinode", "torchrun_multinode")
 def test_same_bits_as_ddp_spawn_with_four_processes(
     example: str, shipped_job: Callable[[], Reference], tmp_path: Path
 ) -> None:

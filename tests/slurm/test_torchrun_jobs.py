@@ -1,4 +1,4 @@
-"""What run.slurm promises where torchrun starts the processes: it stops at a step, and no step is lost."""
+"""What run.slurm promises where train.py looks in each step: it stops at a step, and no step is lost."""
 
 import os
 import sys
@@ -29,6 +29,7 @@ from lab import Lab, Wanted, faults
 
 pytestmark = pytest.mark.slurm
 multinode = pytest.mark.only("torchrun_multinode", "accelerate")
+multinode_too = pytest.mark.only("torchrun_multinode", "accelerate", "srun_multinode")
 often = pytest.mark.runs("weekly", "accelerate")  # which has the same launcher beneath its own
 PARTITIONS = [
     "PreemptType=preempt/partition_prio",
@@ -55,7 +56,7 @@ def assert_stopped_once(job: Job) -> None:
     assert_no_step_lost(job)
 
 
-@multinode
+@multinode_too
 @often
 def test_ranks_by_node(shipped_job: Callable[[], Reference], two_process_job: Callable[[], Reference]) -> None:
     """The second line of a log says which processes are on which node."""
@@ -82,7 +83,7 @@ def test_asked_to_stop(other_lab: Lab, example: str, source: Path, tmp_path: Pat
     outputs.assert_same_run(job.output, alone.output)
 
 
-@multinode
+@multinode_too
 @often
 @pytest.mark.parametrize("other_lab", [{"conf": PARTITIONS}], indirect=True)
 def test_preempted(

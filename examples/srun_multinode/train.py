@@ -1,0 +1,235 @@
+"""Train a ConvNet with DistributedDataParallel (DDP), each process started by srun, on any nodes.
+
+Locally:   torchrun --standalone --nproc-per-node=2 train.py
+On SLURM:  sbatch run.slurm --epochs 10
+
+It is minimal.py with what a long job needs: flags, checkpoints that survive a kill, and a stop
+after any step. Comments that begin with a tag, such as "ddp:", mark what a single process would not
+need. The functions of plumbing keep the job alive.
+"""
+
+import contextlib
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+import plumbing
+from common import data
+from common.models import ConvNet
+
+# With bf16 the weights stay in fp32; only what autocast computes is in bf16.
+WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+
+
+def parse_args():
+    parser = plumbing.arguments(__doc__, WEIGHT_DTYPES)  # --epochs and what else all examples have
+    add = parser.add_argument
+    add("--dataset", choices=data.NAMES, default="digits")
+    add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
+    add("--gradient-accumulation-steps", type=int, default=1, help="batches per optimizer step")
+    add("--max-grad-norm", type=float, help="clip the norm of the gradients to this value")
+    add("--compile", action="store_true", help="see docs/compile.md of the repository")
+    add("--keep-epochs", type=int, metavar="N", help="keep N epochs' checkpoints, and the best")
+    every = "also save after so many steps, such as 500, or after a time, such as 10min"
+    add("--checkpoint-every", type=plumbing.steps_or_minutes, help=every)
+    args = parser.parse_args()
+    args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # srun: processes on all nodes
+    args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # srun: on this node
+    plumbing.check_args(parser, args)
+    plumbing.share_batch(args)  # --global-batch, if given, sets --batch-size
+    if "RANK" not in os.environ:  # srun: on_node of run.slurm sets it, and so does torchrun
+        here = "torchrun --standalone --nproc-per-node=2 train.py"
+        parser.error(f"start it with sbatch run.slurm, or on this machine: {here}")
+    return args
+
+
+def setup(args):
+    """Join the process group, and return this process's device."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # srun: this process's number on its node
+    # srun: each process has cores of its own; those that torchrun starts share all of this machine
+    cores = len(os.sched_getaffinity(0)) // args.processes
+    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) or max(1, cores)
+    torch.set_num_threads(cores)  # more threads than cores are slower
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32: faster products in fp32, since the A100
+    plumbing.check_gpu(device)
+    # ddp: NCCL for the gradients on GPUs; Gloo for small things on the CPU, such as requests
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    # srun: run.slurm has set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, by which all meet
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
+    return device
+
+
+def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
+    """Train to the end of an epoch; return the mean loss, the samples of all, and seconds."""
+    ddp_model.train()
+    start = time.perf_counter() - progress["seconds"]
+    # Loss and samples. The same tensor is in progress: what is added here is also in a checkpoint.
+    sums = progress["sums"]
+    for number, (images, labels) in enumerate(train_loader, 1):
+        completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: of so many
+        seconds = time.perf_counter() - start
+        # stop: 0 asks to go on, 1 to save after this step, 2 to save and stop
+        request = torch.tensor([plumbing.requested(args, progress, seconds)])
+        # stop: the largest request counts; it travels while this batch is computed
+        pending = dist.all_reduce(request, dist.ReduceOp.MAX, async_op=True)
+        images = images.to(device, WEIGHT_DTYPES[args.precision], non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        # accumulation: gradients are averaged with the last batch of a step
+        averaging = contextlib.nullcontext() if completes_step else ddp_model.no_sync()
+        with averaging, torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
+            logits = ddp_model(images)
+        loss = F.cross_entropy(logits.to(images.dtype), labels)
+        # ddp: averages the gradients over all processes
+        (loss / args.gradient_accumulation_steps).backward()
+        plumbing.note_loss(train_loader, loss)  # one that is not finite stops the run, see below
+        sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
+        sums[1] += len(labels)
+        pending.wait()
+        if not completes_step:
+            continue
+        if args.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = plumbing.learning_rate(args, progress["step"])
+        optimizer.step()
+        optimizer.zero_grad()
+        progress["step"] += 1
+        action = request.item()
+        if action >= 1:
+            progress["seconds"] = time.perf_counter() - start
+            save_checkpoint(args, ddp_model.module, optimizer, progress)
+        if action == 2:
+            plumbing.stop(args, progress)  # stop: ends this process; run.slurm requeues the job
+    progress["seconds"] = time.perf_counter() - start
+    sums = sums.clone()
+    dist.all_reduce(sums)  # ddp: sum over all processes, which all have to call this
+    loss_sum, samples = sums.tolist()
+    return loss_sum / samples, samples, time.perf_counter() - start
+
+
+@torch.no_grad()
+@plumbing.uncompiled  # its last batch may be smaller, and would have to be compiled anew
+def evaluate(args, model, test_loader, device):
+    """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
+    for images, labels in test_loader:
+        images = images.to(device, WEIGHT_DTYPES[args.precision], non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+        with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
+            logits = model(images)
+        sums[0] += F.cross_entropy(logits.to(images.dtype), labels, reduction="sum")
+        sums[1] += (logits.argmax(1) == labels).sum()
+        sums[2] += len(labels)
+    dist.all_reduce(sums)  # ddp: sum over all processes, which all have to call this
+    loss_sum, correct, samples = sums.tolist()
+    return loss_sum / samples, correct / samples
+
+
+def save_checkpoint(args, model, optimizer, progress):
+    """Save what --resume continues from; all processes call this."""
+    plumbing.check_results(args, model, progress)  # stops the run if a loss is not finite
+    progress = progress | {"sums": progress["sums"].clone()}
+    dist.all_reduce(progress["sums"])  # ddp: a checkpoint has the sums over all processes
+    if dist.get_rank() == 0:  # ddp: all processes have the same weights; one writes them
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        plumbing.write_checkpoint(args, state | {"progress": progress})
+
+
+def resume(args, model, optimizer, device):
+    """Load model and optimizer from the checkpoint, if there is one; return how far the run is."""
+    # Steps of the whole run; rows of metrics.csv; sums and seconds of the epoch that is trained.
+    progress = {"step": 0, "history": [], "seconds": 0.0}
+    progress["sums"] = torch.zeros(2, dtype=torch.float64, device=device)
+    found = plumbing.read_checkpoint(args, model) if dist.get_rank() == 0 else None
+    # ddp: rank 0 decides; then each process reads the file, or ends if rank 0 has found an error
+    checkpoint = plumbing.share_checkpoint(args, found)
+    if checkpoint:
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        progress = checkpoint["progress"]
+        progress["sums"] = progress["sums"].to(device)
+        if dist.get_rank() > 0:
+            progress["sums"].zero_()  # ddp: rank 0 alone keeps them: they are those of all
+    return progress
+
+
+@plumbing.print_errors  # srun: it ends all processes when one has failed
+def main(args):
+    """Train as one of the processes that srun has started."""
+    plumbing.prepare_process(args)
+    device = setup(args)
+    rank = dist.get_rank()
+
+    # Data (yours: see README.md). The sampler yields all indices of a batch and the data set
+    # returns the whole batch, so DataLoader must not collect samples: batch_size=None.
+    try:
+        train_set, test_set = data.load(args.dataset, args.data_dir)
+    except data.DataError as error:
+        plumbing.fail(error)
+    # Pinned memory: no step waits for its copy to a GPU.
+    loading = {"batch_size": None, "pin_memory": device.type == "cuda"}
+    # ddp: shuffled parts of equal length: whoever had more steps would wait for the others forever
+    sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
+    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
+    # ddp: each test sample exactly once; a DistributedSampler would repeat some, or drop them
+    shard = range(rank, len(test_set), args.world_size)
+    batches = BatchSampler(shard, args.batch_size, drop_last=False)
+    test_loader = DataLoader(test_set, sampler=batches, **loading)
+
+    # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
+    torch.manual_seed(args.seed)
+    model = ConvNet().to(device, WEIGHT_DTYPES[args.precision])
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=device.type == "cuda")
+    progress = resume(args, model, optimizer, device)
+    # ddp: gives all processes the weights of rank 0, and averages gradients in backward()
+    ddp_model = DistributedDataParallel(model)
+    # DDP chooses in its first backward pass in which order it sums gradients. One is done now, on
+    # zeros of the input's shape: a resumed run then sums in the same order, and has the same bits.
+    zeros = torch.zeros(1, 1, 28, 28, device=device, dtype=WEIGHT_DTYPES[args.precision])
+    plumbing.fix_summation_order(ddp_model, zeros)
+    if args.compile:
+        plumbing.compile_in_place(args, model)  # DDP calls it; its weights keep their names
+
+    # Train.
+    plumbing.print_header(args, f"{type(model).__name__} on {args.data_name}", device, progress)
+    for epoch in range(len(progress["history"]), args.epochs):
+        sampler.set_epoch(epoch)  # ddp: shuffles anew; each process takes its part of one order
+        batches = BatchSampler(sampler, args.batch_size, drop_last=True)
+        batches = plumbing.batches_left(args, progress, batches)  # if it was stopped in this epoch
+        train_loader = DataLoader(train_set, sampler=batches, **loading)
+        train_loss, samples, seconds = train_one_epoch(
+            args, ddp_model, train_loader, optimizer, device, progress
+        )
+        # stop: an evaluation may be long: it ends after the same batch in all processes
+        batches = plumbing.until_stopped(
+            args, progress, test_loader, save_checkpoint, model, optimizer
+        )
+        test_loss, accuracy = evaluate(args, model, batches, device)  # not ddp_model: parts differ
+        row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
+        row |= {"test_accuracy": accuracy, "samples_per_second": samples / seconds}
+        row |= {"seconds": seconds, "world_size": args.world_size}
+        progress["history"].append(row)
+        progress |= {"sums": torch.zeros_like(progress["sums"]), "seconds": 0.0}
+        save_checkpoint(args, model, optimizer, progress)
+        plumbing.print_epoch(args, progress)
+
+    # Finish.
+    path = args.output_dir / "model.pt"
+    if rank == 0:  # ddp: all processes have the same weights; one writes them
+        plumbing.write(path, lambda file: torch.save(model.cpu().state_dict(), file))
+    accuracy = progress["history"][-1]["test_accuracy"]
+    plumbing.finish(args, progress, f"finished: test acc {accuracy:.2%}, model in {path}")
+
+
+if __name__ == "__main__":
+    main(parse_args())
