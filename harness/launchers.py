@@ -60,6 +60,7 @@ class Launcher:
     kill_message: str = r"(process \d|rank:? *\d)(.|\n)*SIGKILL"  # how stderr names a killed process: a pattern
     backend: str = "gloo"  # the word in the first line of a local run
     meets: str = ""  # of a launch pattern: where its processes learn of each other, for the README's picture
+    twin: str = ""  # the example whose train.py it has but for the launcher, which a test holds: see tests/conftest.py
     rank: str = "torch.distributed.get_rank()"  # the expression that gives a process its number, in a model
 
     # What its default run trains, and what train.py is like.
@@ -221,6 +222,7 @@ LAUNCHERS = {
         status_after_bad_input=1,
         processes_in_job=4,
         meets="in a store on the first node",
+        twin="torchrun_multinode",
         epoch_start='    start = time.perf_counter() - progress["seconds"]\n',
         stops_at_a_step=True,
         kill_message=TORCHRUN_KILLED,

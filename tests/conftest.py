@@ -97,9 +97,13 @@ def is_weekly(item: pytest.Item, when: set[str]) -> bool:
     if "example" not in item.fixturenames:
         return "weekly" in when
     example = item.callspec.params["example"]
-    one = ONE_ON_SLURM if item.get_closest_marker("slurm") else ONE
+    jobs = item.get_closest_marker("slurm")
+    one = ONE_ON_SLURM if jobs else ONE
+    # On one machine a twin runs the lines of the other example, whose tests hold for both.
+    both = LAUNCHERS[example].twin and not jobs and "smoke" not in when and part_of(item.path) != example
     return (
         "weekly" in when
+        or bool(both)
         or ("one" in when and example != one)
         or ("patterns" in when and not LAUNCHERS[example].pattern)
     )
