@@ -216,8 +216,9 @@ def keep_etc(plan: Plan) -> None:
 
 def cover_etc(plan: Plan, place: str) -> None:
     """Put our files over some of /etc, in this mount namespace only."""
-    for name in "passwd", "group":
-        mount(plan.folder / name, f"/etc/{name}", flags=MS_BIND)
+    for name in "passwd", "group", "shadow":
+        if os.path.exists(f"/etc/{name}"):
+            mount(plan.folder / name, f"/etc/{name}", flags=MS_BIND)
     if os.path.isdir("/run/nscd"):  # its socket: it would answer from the machine's own files
         mount("tmpfs", "/run/nscd", "tmpfs", options="mode=755")
     mount(plan.folder / f"hosts.{place}", "/etc/hosts", flags=MS_BIND)

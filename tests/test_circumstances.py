@@ -1,7 +1,9 @@
-"""What users have around them: an account that is not root's, a umask, a locale, a folder's name, a noexec /tmp."""
+"""What users have around them: an account that is not root's, a umask, a locale, a folder's name, a /tmp of many."""
 
 import os
+import shutil
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,52 @@ def test_ordinary_user(example: str, source: Path, tmp_path: Path, reference: Re
     written = {path: path.lstat() for path in set(folder.rglob("*")) - before if not path.match("stderr-*.txt")}
     assert folder / "output" / LAUNCHERS[example].model in written
     assert {(one.st_uid, one.st_mode & OPEN_TO_OTHERS) for one in written.values()} == {(who.uid, 0)}, written
+
+
+@needs_root
+@pytest.mark.runs("weekly")
+def test_two_users(example: str, source: Path, tmp_path: Path, reference: Reference) -> None:
+    """Two users, neither of whom can write to the other's files, train at once with one temporary folder: both do."""
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    who, users = find_account(Wanted()), []
+    for uid in (who.uid, who.uid + 1):
+        folder, home = copy_example(source, tmp_path / f"user{uid}" / example), tmp_path / f"home{uid}"
+        home.mkdir()
+        users.append((uid, folder, home))
+    hand_over(tmp_path)
+    temporary.chmod(0o1777)
+    started = []
+    for uid, folder, home in users:
+        subprocess.run(["chown", "--recursive", f"{uid}:{uid}", folder, home], check=True, timeout=300)
+        user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
+        own = {"HOME": str(home), "USER": "", "LOGNAME": "", "TMPDIR": str(temporary)}
+        started.append(runs.Run([*user, *LAUNCHERS[example].command(2)], folder, own))
+    for run in started:
+        run.wait(600)
+        assert run.status == 0 and f"finished: {LAUNCHERS[example].words}" in run.stdout, run.stdout + run.stderr
+        assert "Traceback" not in run.stderr, run.stderr
+        outputs.assert_same_run(run.folder / "output", reference.output)
+
+
+LOCALE = "en_US.ISO-8859-1"
+LOCALES = Path("/usr/share/i18n/charmaps/ISO-8859-1.gz")
+
+
+@pytest.mark.skipif(not (LOCALES.exists() and shutil.which("localedef")), reason="needs Debian's package locales")
+@pytest.mark.runs("weekly")
+def test_latin_1(example: str, source: Path, tmp_path: Path, reference: Reference) -> None:
+    """In a locale whose letters are single bytes, in a folder whose name it lacks, a run has the same bits."""
+    (tmp_path / "locales").mkdir()
+    words = ["localedef", "-i", "en_US", "-f", "ISO-8859-1", f"{tmp_path / 'locales' / LOCALE}"]
+    subprocess.run(words, check=True, timeout=300)
+    folder = copy_example(source, tmp_path / "Ελένη" / example)
+    own = {"LC_ALL": LOCALE, "LOCPATH": str(tmp_path / "locales"), "PYTHONUTF8": "0"}
+    asked = "import locale; print(locale.getpreferredencoding())"
+    assert runs.Run(["python", "-c", asked], folder, own).wait().stdout == "ISO-8859-1\n"
+    run = runs.Run(LAUNCHERS[example].command(2), folder, own).wait()
+    assert run.status == 0 and "Traceback" not in run.stderr, run.stderr
+    outputs.assert_same_run(folder / "output", reference.output)
 
 
 @needs_root
