@@ -169,9 +169,10 @@ class Plan(Wanted):
                 Path(home).mkdir(mode=0o700, exist_ok=True)
                 os.chown(home, uid, gid)
         (self.folder / "passwd").write_text(passwd, **AS_BYTES)
-        # `su - USER`, by which SLURM asks for the login environment of a job with --export=NONE, wants an entry here too.
-        with open(self.folder / "shadow", "w", **AS_BYTES, opener=lambda path, flags: os.open(path, flags, 0o400)) as shadow:
-            shadow.writelines(f"{line.partition(':')[0]}:*:20000:0:99999:7:::\n" for line in passwd.splitlines())
+        # SLURM asks `su - USER` for the login environment of a job with --export=NONE; su wants an entry here, too.
+        names = [line.partition(":")[0] for line in passwd.splitlines()]
+        with open(self.folder / "shadow", "wb", opener=lambda path, flags: os.open(path, flags, 0o400)) as shadow:
+            shadow.write("".join(f"{name}:*:20000:0:99999:7:::\n" for name in names).encode(**AS_BYTES))
         group = f"{who.user}:x:{who.gid}:\n" if who.made_up else ""
         (self.folder / "group").write_text(group + Path("/etc/group").read_text(**AS_BYTES), **AS_BYTES)
 
