@@ -107,13 +107,13 @@ def test_lmod(example: str, source: Path, lab: Lab, two_process_job: Callable[[]
         words = ["bash", "-c", f"{command} 2>&1"]
         return subprocess.run(words, env=os.environ | shell, capture_output=True, text=True, timeout=300).stdout
 
-    said = {line: ask(line) for line in readme.block(CLUSTER, "module avail python")}
-    avail, spider, which, load = said.values()
-    assert "python/3.11" in avail and "PyTorch" not in avail, said
-    assert "PyTorch/2.9.1" in spider, said
-    assert re.search(r"need to load all module.*\n\n +gcc/13", which), said
-    assert load.startswith("Python 3.11"), said
-    assert "cannot be loaded" in ask("module load PyTorch") and not ask("module load gcc PyTorch"), said
+    said = ask(readme.command(CLUSTER, "module avail python"))
+    assert "python/3.11" in said and "PyTorch" not in said, said
+    assert "PyTorch/2.9.1" in (said := ask(readme.command(CLUSTER, "module spider pytorch"))), said
+    said = ask(readme.command(CLUSTER, "module spider PyTorch/2.9.1"))
+    assert re.search(r"need to load all module.*\n\n +gcc/13", said), said
+    assert ask(readme.command(CLUSTER, "module load python && python3 --version")).startswith("Python 3.11")
+    assert "cannot be loaded" in ask("module load PyTorch") and not ask("module load gcc PyTorch")
 
     folder = prepare(source, tmp_path / example, "module load gcc PyTorch", shell)
     job = submit(lab, example, folder, options=two_processes(source), VENV=".venv", **shell)
