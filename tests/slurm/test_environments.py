@@ -75,7 +75,6 @@ def test_site_module(
 
 
 LMOD = Path("/usr/share/lmod/lmod/init/bash")
-CLUSTER = "docs/on-your-cluster.md"
 
 
 def write_tree(folder: Path, programs: str, packages: str) -> None:
@@ -107,12 +106,14 @@ def test_lmod(example: str, source: Path, lab: Lab, two_process_job: Callable[[]
         words = ["bash", "-c", f"{command} 2>&1"]
         return subprocess.run(words, env=os.environ | shell, capture_output=True, text=True, timeout=300).stdout
 
-    said = ask(readme.command(CLUSTER, "module avail python"))
+    said = ask(readme.command("docs/on-your-cluster.md", "module avail python"))
     assert "python/3.11" in said and "PyTorch" not in said, said
-    assert "PyTorch/2.9.1" in (said := ask(readme.command(CLUSTER, "module spider pytorch"))), said
-    said = ask(readme.command(CLUSTER, "module spider PyTorch/2.9.1"))
+    assert "PyTorch/2.9.1" in (said := ask(readme.command("docs/on-your-cluster.md", "module spider pytorch"))), said
+    said = ask(readme.command("docs/on-your-cluster.md", "module spider PyTorch/2.9.1"))
     assert re.search(r"need to load all module.*\n\n +gcc/13", said), said
-    assert ask(readme.command(CLUSTER, "module load python && python3 --version")).startswith("Python 3.11")
+    assert ask(readme.command("docs/on-your-cluster.md", "module load python && python3 --version")).startswith(
+        "Python 3.11"
+    )
     assert "cannot be loaded" in ask("module load PyTorch") and not ask("module load gcc PyTorch")
 
     folder = prepare(source, tmp_path / example, "module load gcc PyTorch", shell)
