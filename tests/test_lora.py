@@ -755,7 +755,7 @@ def test_bf16(example: str, folder: Path, reference: Reference) -> None:
 
 @pytest.mark.runs("weekly")
 def test_own_data(example: str, folder: Path) -> None:
-    """What the README proposes: several texts in one file, a cosine, another scale of the adapters; and fewer of them."""
+    """What the README proposes: several texts in one file, a cosine, another scale of adapters; and fewer of them."""
     for text in fences(folder / "README.md", "diff"):
         edits.apply_diff(folder / "train.py", text)
     texts = [(folder / name).read_text(encoding="utf-8") for name in ("text.txt", write_hindi(folder))]

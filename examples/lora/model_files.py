@@ -217,6 +217,7 @@ def read_classifier(args, dtype):
     new = set() if is_classifier else {"score.weight"}
     check_weights(path, model.state_dict(), mismatched, set(missing) - new, unexpected)
     model.config.get_text_config().pad_token_id = args.padding
+    model.config.dtype = config.dtype  # in which the folder has it, and not what this run needs
     model.score.to(torch.float64 if dtype == torch.float64 else torch.float32)  # it is trained
     return model
 
