@@ -152,7 +152,7 @@ def test_accumulated(example: str, folder: Path, train: ModuleType, kind: str) -
     """12 samples in one batch, in 2 or in 6 are the same training, though each batch has other numbers of targets.
 
     So it is with that many processes, whose gradients are averaged as well. A mean over each batch's own targets is
-    another training (huggingface/transformers 24725, huggingface/trl 2175). The loss is the mean over all targets.
+    another training (huggingface/transformers 24725, ml-explore/mlx-lm 1413). The loss is the mean over all targets.
     """
     write_gpt2(folder)
     args = arguments(folder, KINDS[kind](), precision="fp64", lora_dropout=0.0)
@@ -414,6 +414,10 @@ def test_page(example: str, folder: Path) -> None:
     assert run.stdout == "57 + 1 = 58\n"
     readme.run_block(readme.block(PAGE, "names=(even odd)"), folder)
     assert outputs.read_metrics(folder / "classifier")[-1]["test_accuracy"] > 0.9
+    words = ["--model-dir", "classifier/merged", "--text-file", "parity.jsonl", "--output-dir", "further"]
+    further = runs.train(example, folder, 2, *words, "--epochs", 1, "--lr", 1e-6)  # the head is no new one
+    assert "2 classes: even, odd\n" in further.stdout
+    assert outputs.read_metrics(folder / "further")[-1]["test_accuracy"] > 0.9
     (program,) = readme.fences(ROOT / PAGE, "python")
     said = runs.Run(["python", "-c", program], folder).wait()
     assert said.status == 0 and said.stdout == "even\nodd\n", said.stderr

@@ -480,10 +480,13 @@ def save(args, model, tokenizer, folder):
 def print_sizes(args, model):
     """Print on rank 0 how many weights are trained, and how much a step therefore exchanges.
 
-    Before that it prints how many samples were cut off, if some were.
+    Before that it prints what classes there are, and how many samples were cut off, if any.
     """
     if dist.get_rank() > 0:
         return
+    if args.classes:
+        more = ", ..." if len(args.classes) > 10 else ""
+        print(f"{len(args.classes)} classes: {', '.join(args.classes[:10])}{more}")
     if args.cut_off:
         print(args.cut_off)
     trained = [weight for weight in model.parameters() if weight.requires_grad]

@@ -209,9 +209,8 @@ def load_lines(args, tokenizer):
     if args.padding is None or (keys == PROMPTS and tokenizer.eos_token_id is None):
         wrong = "its tokenizer names no eos_token, which ends a completion and pads a batch"
         fail(f"--model-dir {args.model_dir}: {wrong}: name it in tokenizer_config.json")
-    read, kind = (completions, Completions)
-    if keys == CLASSES:
-        read, kind = (labelled_texts, LabelledTexts)
+    kind = Completions if keys == PROMPTS else LabelledTexts
+    read = completions if keys == PROMPTS else labelled_texts
     samples = read(args, tokenizer, rows)
     tests = set(random.Random(0).sample(range(len(rows)), max(1, len(rows) // 10)))
     test_samples = [sample for number, sample in enumerate(samples) if number in tests]
@@ -390,7 +389,8 @@ def note_lines(args, tokenizer, samples, lengths):
     others = torch.tensor([(len(tokens), number) for tokens, number in samples])
     args.text = f"{checksum([tokens, others])} of {len(samples)} lines"
     if args.classes:
-        args.text += f" with the labels {', '.join(args.classes)}"
+        names = zlib.crc32(repr(args.classes).encode())
+        args.text += f" with {len(args.classes)} classes, checksum {names:08x}"
     longer = sum(length > args.context for length in lengths)
     if longer:
         cut = f"{plural(longer, 'line')} of {len(lengths)} cut off at --context {args.context}"
