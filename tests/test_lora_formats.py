@@ -171,9 +171,7 @@ def test_accumulated(example: str, folder: Path, train: ModuleType, kind: str) -
     assert loss == pytest.approx(F.cross_entropy(logits.flatten(0, -2), labels.flatten()).item(), rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    "case", ["Llama", *(pytest.param(case, marks=pytest.mark.runs("weekly")) for case in ("GPT-2", "Llama, bf16"))]
-)
+@pytest.mark.parametrize("case", ["Llama", "GPT-2", "Llama, bf16"])
 @pytest.mark.usefixtures("alone")
 def test_classifier(example: str, folder: Path, train: ModuleType, case: str) -> None:  # noqa: F811
     """The adapters have the trained head, and with them, or merged, transformers computes the same (peft 310, 577).
