@@ -229,6 +229,7 @@ BAD: dict[str, tuple[str | bytes, list[str]]] = {
     "no completion": (GOOD + '{"prompt": "x", "answer": "y"}\n', ['line 2: it has no "completion" but "prompt", "ans']),
     "messages": ('{"messages": []}\n', ['line 1: it has no "text" but "messages"', '"prompt" and "completion"']),
     "texts alone": ('{"text": "a"}\n' * 9, ['line 1: it has no "label"', "tokenize_text.py takes texts alone"]),
+    "all keys": ('{"prompt": "x", "completion": "y", "text": "x", "label": "y"}', ["line 1: it has the keys of both"]),
     "both kinds": (GOOD + LABEL, ['line 2: it has no "prompt" but "text", "label"']),
     "a number": (GOOD + '{"prompt": 1, "completion": "2"}', ['line 2: its "prompt" is 1, and has to be a text']),
     "nothing": (GOOD + '{"prompt": "x", "completion": ""}', ['line 2: its "completion" is empty']),
@@ -366,7 +367,7 @@ def test_stopped_and_resumed(example: str, folder: Path, source: Path, tmp_path:
     step = runs.ask_to_stop(example, run)
     (other,) = set(KINDS) - {kind}
     rows = KINDS[kind]()
-    for changed in ([rows[0] | {"prompt": "!", "text": "!"}, *rows[1:]], KINDS[other]()):
+    for changed in ([*rows[1:], rows[0]], KINDS[other]()):
         write(folder / "lines.jsonl", changed)
         refused = runs.start(example, folder, 2, *words, "--resume").wait()
         refusals.assert_refused(refused, 1, "checkpoint.pt is from a run with text ", "of 60 lines")

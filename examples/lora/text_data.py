@@ -239,7 +239,7 @@ def read_lines(path):
                 number += 1
                 if line.strip():
                     row = read_object(line)
-                    keys = keys or (PROMPTS if PROMPTS[0] in row else CLASSES)
+                    keys = keys or keys_of(row)
                     rows.append((number, *values(row, keys)))
     except tokenize_text.WrongInput as error:
         fail(f"--text-file {path}, line {number}: {error}")
@@ -262,6 +262,16 @@ def read_object(line):
     if not isinstance(row, dict):
         raise tokenize_text.WrongInput(f"it is no JSON object: {EXPECTED}")
     return row
+
+
+def keys_of(row):
+    """Return the two keys of which kind a line's object is. Raises WrongInput if it is of both."""
+    found = [keys for keys in (PROMPTS, CLASSES) if row.keys() >= set(keys)]
+    if len(found) > 1:
+        raise tokenize_text.WrongInput("it has the keys of both kinds: leave those of one out")
+    if not found:
+        found = [PROMPTS if PROMPTS[0] in row else CLASSES]  # of these something is missing
+    return found[0]
 
 
 def values(row, keys):
