@@ -53,7 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def part_of(path: Path) -> str:
     """Return the name of a file of tests without what its kind of tests adds: that of an example, if it is for one."""
-    return path.stem.removeprefix("test_").removesuffix("_jobs").removesuffix("_sharded")
+    name = path.stem.removeprefix("test_")
+    return name.removesuffix("_jobs").removesuffix("_sharded").removesuffix("_formats")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

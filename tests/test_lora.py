@@ -36,7 +36,7 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr("sys.argv", ["train.py"])
     monkeypatch.syspath_prepend(folder)
-    for name in [name for name in sys.modules if re.match(r"(plumbing|model_files|sharded_model)\b", name)]:
+    for name in [name for name in sys.modules if re.match(r"(plumbing|model_files|sharded_model|text_data)\b", name)]:
         monkeypatch.delitem(sys.modules, name)  # of another test's folder
     return outputs.import_file(folder / "train.py")
 
@@ -191,8 +191,15 @@ def arguments(folder: Path, **changed: object) -> Namespace:
     numbers = {"context": 32, "batch_size": 4, "gradient_accumulation_steps": 1, "world_size": 2, "seed": 0}
     lora = {"lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": "all-linear", "full": False}
     lora |= {"merge": False, "separate_documents": False, "end": None, "shard": False}
+    lora |= {"classes": None, "cut_off": None, "compile": False}
     others = {"precision": "fp32", "gradient_checkpointing": False, "resume": True, "epochs": 5, "scale_lr": None}
     return Namespace(**paths | numbers | lora | others | changed)
+
+
+def load_data(train: ModuleType, args: Namespace) -> tuple[Any, Any, Any]:
+    """Return tokenizer, training set and test set, as main() of train.py reads them."""
+    tokenizer = train.model_files.load_tokenizer(args)
+    return tokenizer, *train.text_data.load(args, tokenizer)
 
 
 def cut(path: Path) -> None:
@@ -280,7 +287,7 @@ def test_bad_input(
     change(folder)
     args = arguments(folder, **changed)
     with pytest.raises(SystemExit, match="2"):
-        _, train_set, test_set = train.load_data(args)
+        _, train_set, test_set = load_data(train, args)
         train.plumbing.count_steps(args, len(train_set) // args.world_size, train_set, test_set)
         train.load_model(args)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
@@ -450,7 +457,7 @@ def test_no_causal_model(
     change(folder)
     args = arguments(folder)
     with pytest.raises(SystemExit, match="2"):
-        train.load_data(args)
+        load_data(train, args)
         train.load_model(args)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert line.startswith("train.py: error: --model-dir ") and all(text in line for text in texts), line
@@ -478,7 +485,7 @@ def test_causal_model(
     monkeypatch.delitem(sys.modules, "generate", raising=False)
     generate = outputs.import_file(folder / "generate.py")
     args = arguments(folder, merge=True)
-    _, train_set, _ = train.load_data(args)
+    _, train_set, _ = load_data(train, args)
     model = train.load_model(args)
     optimizer = torch.optim.AdamW(train.trained_weights(model).values(), 0.01)
     tokens, targets = train_set[[0, 1]]
@@ -505,7 +512,7 @@ def test_causal_model(
 def test_target_modules(example: str, folder: Path, train: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     """--target-modules may have spaces; nothing, a pattern, and an output layer that cannot be merged are refused."""
     args = arguments(folder)
-    train.load_data(args)
+    load_data(train, args)
     model = train.model_files.load_model(args, torch.float32)
 
     def chosen(names: str, merge: bool = False) -> object:
@@ -630,7 +637,7 @@ def test_another_base_model(
     """A checkpoint of adapters is refused with a base model in which one bit differs, or another text or rank."""
     shutil.copytree(reference.output, folder / "output")
     args = arguments(folder)
-    train.load_data(args)
+    load_data(train, args)
     model = train.model_files.load_model(args, torch.float32)
     monkeypatch.setattr(train.plumbing.checks, "look_at_model", lambda *_: None)  # it has no adapters here
     assert isinstance(train.plumbing.read_checkpoint(args, model), dict)
@@ -748,13 +755,12 @@ def test_bf16(example: str, folder: Path, reference: Reference) -> None:
 
 @pytest.mark.runs("weekly")
 def test_own_data(example: str, folder: Path) -> None:
-    """What the README proposes: a folder of texts, a cosine, another scale of the adapters; and fewer of them."""
+    """What the README proposes: several texts in one file, a cosine, another scale of adapters; and fewer of them."""
     for text in fences(folder / "README.md", "diff"):
         edits.apply_diff(folder / "train.py", text)
-    (folder / "texts").mkdir()
-    shutil.copy(folder / "text.txt", folder / "texts" / "one.txt")
-    shutil.copy(folder / write_hindi(folder), folder / "texts" / "two.txt")
-    words = ["--text-file", "texts", "--epochs", 2, "--target-modules", "q_proj,down_proj"]
+    texts = [(folder / name).read_text(encoding="utf-8") for name in ("text.txt", write_hindi(folder))]
+    (folder / "all.txt").write_text("".join(texts), encoding="utf-8")
+    words = ["--text-file", "all.txt", "--epochs", 2, "--target-modules", "q_proj,down_proj"]
     runs.train(example, folder, 2, *words)
     rows = outputs.read_metrics(folder / "output")
     assert rows[1]["test_loss"] < rows[0]["test_loss"]

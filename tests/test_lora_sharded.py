@@ -217,7 +217,7 @@ def test_refused(
     change(folder)
     args = arguments(folder, **changed)
     with pytest.raises(SystemExit, match="2"):
-        train.load_data(args)
+        test_lora.load_data(train, args)
         train.load_model(args)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert line.startswith("train.py: error: ") and all(text in line for text in texts), line
@@ -267,7 +267,7 @@ def test_models(example: str, folder: Path, train: ModuleType, case: str, full: 
     found = {}
     for shard in (False, True):
         args = arguments(folder, full=full, shard=shard)
-        _, train_set, _ = train.load_data(args)
+        _, train_set, _ = test_lora.load_data(train, args)
         model = train.load_model(args).eval()
         optimizer = torch.optim.AdamW(train.trained_weights(model).values(), 0.01)
         tokens, _ = train_set[[0, 1]]

@@ -346,10 +346,10 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
-    for name in [name for name in sys.modules if re.match(r"(plumbing|\w+_(files|model|text|parallel))\b", name)]:
+    for name in [name for name in sys.modules if re.match(r"(plumbing|\w+_(files|model|text|data|parallel))\b", name)]:
         monkeypatch.delitem(sys.modules, name)  # of another test's folder
     module = outputs.import_file(folder / "train.py")
-    for part in (module, *map(sys.modules.get, ("model_files", "sharded_model", "plumbing"))):
+    for part in (module, *map(sys.modules.get, ("model_files", "sharded_model", "text_data", "plumbing"))):
         if hasattr(part, "fail"):
             monkeypatch.setattr(part, "fail", refuse)
     return module
@@ -392,7 +392,10 @@ def test_training_refuses(example: str, folder: Path, small: Path, train: Module
     def refused(text: str, **changed: object) -> None:
         given = {"text_file": Path("tokens"), "model_dir": Path("model"), "context": 16, "separate_documents": False}
         with pytest.raises(refusals.RefusedError, match=text):
-            train.load_data(argparse.Namespace(**given | {"end": None} | changed))
+            args = argparse.Namespace(**given | {"end": None} | changed)
+            if example == "lora":
+                train.text_data.load(args, train.model_files.load_tokenizer(args))
+            train.load_data(args)
 
     if example == "lora":
         refused("--separate-documents needs tokens that end", text_file=Path("text.txt"), separate_documents=True)

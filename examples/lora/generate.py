@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import model_files  # it comes before peft, and has nothing downloaded
+import text_data
 from plumbing import fail
 
 # isort: split
@@ -71,13 +72,12 @@ def load_adapters(model, folder):
 def main():
     args = parse_args()
     tokenizer = model_files.load_tokenizer(args)
-    how = {"add_special_tokens": False, "return_token_type_ids": False}
-    prompt = tokenizer(args.prompt, return_tensors="pt", **how)
-    tokens = prompt["input_ids"]
+    tokens = torch.tensor([text_data.prompt_tokens(tokenizer, args.prompt)], dtype=torch.long)
     length = tokens.numel()
     if not length:
         fail(f"--prompt {args.prompt!r} has no token: give a longer one")
-    model = model_files.read_model(args.model_dir, "auto", tokens.max().item())
+    model = model_files.read_model(args.model_dir, "auto")
+    model_files.check_embeddings(args.model_dir, model, tokens.max().item())
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     model_files.check_logits(args.model_dir, model)
     most = model_files.longest(model)
@@ -91,10 +91,15 @@ def main():
         model = load_adapters(model, args.adapter)
     torch.manual_seed(args.seed)
     how = {"max_new_tokens": args.max_new_tokens, "pad_token_id": tokenizer.eos_token_id}
+    ends = model.generation_config.eos_token_id  # one, several or none
+    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    how["eos_token_id"] = sorted(ends - {None}) or None  # the first one ends what was trained
     how["do_sample"] = args.temperature > 0
     if args.temperature:
         how["temperature"] = args.temperature
-    (written,) = model.eval().generate(**prompt.to(model.device), **how)
+    tokens = tokens.to(model.device)
+    mask = torch.ones_like(tokens)  # without it a token that also pads batches would be left out
+    (written,) = model.eval().generate(tokens, attention_mask=mask, **how)
     print(tokenizer.decode(written, skip_special_tokens=True))
 
 

@@ -1,6 +1,6 @@
-"""The model and the text that the user brings.
+"""The model that the user brings.
 
-train.py calls this to read them, and to write what was trained. What cannot be used, such as a
+train.py calls this to read it, and to write what was trained. What cannot be used, such as a
 download that was cut off, is refused in one line.
 """
 
@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-import tokenize_text
-from common import data
 from common.models import positions_in_documents
 from plumbing import fail, gather
 
@@ -155,75 +153,6 @@ def load_tokenizer(args):
         fail(f"--model-dir {args.model_dir}: {wrong}: copy it there again")
 
 
-def read_text(args):
-    """Return the text in --text-file; refuse one that cannot be read.
-
-    Of a folder of tokens return what its tokens.json says.
-    """
-    try:
-        if args.text_file.is_dir():
-            return tokenize_text.read_index(args.text_file)
-        content = data.read_text(args.text_file)
-        return content.decode(errors="ignore").replace("\r\n", "\n").replace("\r", "\n")
-    except (data.DataError, tokenize_text.WrongInput) as error:
-        fail(f"--text-file: {error}")
-
-
-def tokenize(args, tokenizer, text):
-    """Return the text's tokens, and note in `args` what later checks need.
-
-    Refuse a text with too few tokens, or too many that are unknown.
-    """
-    if isinstance(text, dict):
-        return read_tokens(args, tokenizer, text)
-    if args.separate_documents:
-        advice = "give --text-file a folder that tokenize_text.py has written"
-        fail(f"--separate-documents needs tokens that end documents: {advice}")
-    tokens = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
-    unknown = 0
-    if tokenizer.unk_token_id is not None:
-        unknown = (tokens == tokenizer.unk_token_id).sum().item()
-    check_tokens(args, tokenizer, len(tokens), unknown)
-    args.text = checksum([tokens])
-    _, args.largest_token = data.token_range(tokens)
-    return tokens
-
-
-def read_tokens(args, tokenizer, index):
-    """Return the tokens in the folder --text-file, and note in `args` what later checks need.
-
-    `index` is what tokens.json says of them: they are not all read here. Refuse tokens of another
-    tokenizer than the model's.
-    """
-    path = args.model_dir / "tokenizer.json"
-    own = None
-    if path.exists():
-        own = tokenize_text.tokenizer_checksum(path)
-    if own != index["tokenizer"]:
-        wrong = f"--text-file {args.text_file} has tokens of another tokenizer than {path}"
-        fail(f"{wrong}: write them with tokenize_text.py --tokenizer {args.model_dir}")
-    check_tokens(args, tokenizer, index["tokens"], index["unknown_tokens"])
-    args.text = tokenize_text.description(index, args.separate_documents)
-    args.largest_token = index["largest_token"]
-    if args.separate_documents:
-        args.end = index["end"]
-    return data.Shards([data.mapped_tokens(path, index["dtype"]) for path in index["paths"]])
-
-
-def check_tokens(args, tokenizer, count, unknown):
-    """Refuse a text of too few tokens, or of which too many are unknown."""
-    if unknown > count / 10:  # to predict these is easy, and worth nothing
-        wrong = f"tokens of {args.text_file} are {tokenizer.unk_token}"
-        advice = "take a model whose tokenizer knows this script"
-        fail(f"--model-dir {args.model_dir}: {unknown} of the {count} {wrong}: {advice}")
-    # There must be a sample to train on and one to test with, each shifted by a token.
-    if count <= 2 * args.context:
-        wrong = f"--text-file {args.text_file} has {count} tokens"
-        least = f"--context {args.context} needs more than {2 * args.context}"
-        most = f", or --context {(count - 1) // 2}" if count > 2 else ""
-        fail(f"{wrong}, and {least}: use a longer text{most}")
-
-
 def options(args, tokens):
     """Return with which options the model reads tokens (B, T).
 
@@ -240,7 +169,8 @@ def load_model(args, dtype):
 
     Refuse one that does not fit or is damaged.
     """
-    model = read_model(args.model_dir, dtype, args.largest_token)
+    model = read_classifier(args, dtype) if args.classes else read_model(args.model_dir, dtype)
+    check_embeddings(args.model_dir, model, args.largest_token)
     check_context(args, model)
     args.model = type(model).__name__
     args.base = checksum(model.parameters())
@@ -248,25 +178,64 @@ def load_model(args, dtype):
     for part in check_logits(args.model_dir, model, args.precision == "bf16"):
         part.requires_grad_(False)  # DistributedDataParallel would wait for its gradients
     check_documents(args, model)
+    check_padding(args, model)
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return model
 
 
-def read_model(path, dtype, largest_token):
-    """Return the model in a folder; refuse one that is damaged, or lacks the largest token."""
-    load = transformers.AutoModelForCausalLM.from_pretrained
+def read_model(path, dtype):
+    """Return the model in a folder; refuse one that is damaged."""
+    model, mismatched, missing, unexpected = read_weights(path, dtype, "CausalLM")
+    check_weights(path, model.state_dict(), mismatched, missing, unexpected)
+    return model
+
+
+def read_classifier(args, dtype):
+    """Return the model in --model-dir as a classifier, with an output for each of args.classes.
+
+    Its head is the layer `score`. It is new, with random weights, unless the model has been a
+    classifier before: then refuse other classes. Refuse a damaged model.
+    """
+    path = args.model_dir
+    config = transformers.AutoConfig.from_pretrained(path, **LOCAL)
+    if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        advice = "take such as Llama, Qwen or GPT-2"
+        fail(f"--model-dir {path}: transformers has no {config.model_type} classifier: {advice}")
+    names = dict(enumerate(args.classes))
+    before = list(config.id2label.values())
+    is_classifier = "Classification" in str(config.architectures)
+    if is_classifier and before != args.classes:
+        wrong = f"is a classifier for {', '.join(before)}, and the labels in {args.text_file}"
+        advice = "take the model that it was made of, or those labels"
+        fail(f"--model-dir {path} {wrong} are {', '.join(args.classes)}: {advice}")
+    torch.manual_seed(args.seed)  # the head's first weights are the same on all processes
+    numbers = {name: number for number, name in names.items()}
+    settings = {"id2label": names, "label2id": numbers}
+    found = read_weights(path, dtype, "SequenceClassification", **settings)
+    model, mismatched, missing, unexpected = found
+    new = set() if is_classifier else {"score.weight"}
+    check_weights(path, model.state_dict(), mismatched, set(missing) - new, unexpected)
+    model.config.get_text_config().pad_token_id = args.padding
+    model.config.dtype = config.dtype  # in which the folder has it, and not what this run needs
+    model.score.to(torch.float64 if dtype == torch.float64 else torch.float32)  # it is trained
+    return model
+
+
+def read_weights(path, dtype, kind, **settings):
+    """Return a model of transformers' classes of a kind, and names of weights.
+
+    These are of another shape, without one in the files, and in the files alone.
+    """
+    load = getattr(transformers, f"AutoModelFor{kind}").from_pretrained
     # An error would not name the weights of another shape.
     how = {"ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        model, loaded = load(path, dtype=dtype, **LOCAL, **how)
+        model, loaded = load(path, dtype=dtype, **LOCAL, **how, **settings)
     except Exception as error:  # it depends on which file is missing or damaged
         wrong = f"its model cannot be loaded ({one_line(error)})"
         fail(f"--model-dir {path}: {wrong}: copy it there again")
-    found = (loaded[f"{kind}_keys"] for kind in ("mismatched", "missing", "unexpected"))
-    check_weights(path, model.state_dict(), *found)
-    check_embeddings(path, model, largest_token)
-    return model
+    return model, *(loaded[f"{name}_keys"] for name in ("mismatched", "missing", "unexpected"))
 
 
 def check_weights(path, names, mismatched, missing, unexpected):
@@ -353,11 +322,12 @@ def check_logits(folder, model, bf16=False):
             what = f"{len(bad)} of its weights have values that are no numbers, such as {bad[0]}"
         advice = "copy it there again, or use --precision fp32"
         fail(f"--model-dir {folder}: the model's outputs are no numbers ({what}): {advice}")
-    (gradient,) = torch.autograd.grad(logits[:, :-1].square().sum(), embedded[0])
-    by_token = gradient.reshape(len(tokens), -1).float().abs().amax(1)
-    if by_token[-1] > 1e-5 * by_token.max():
-        wrong = f"{name} is not causal, its outputs depend on later tokens"
-        fail(f"--model-dir {folder}: {wrong}: {NEEDED}")
+    if logits.dim() == 3:  # a classifier has one output for all tokens: see check_padding
+        (gradient,) = torch.autograd.grad(logits[:, :-1].square().sum(), embedded[0])
+        by_token = gradient.reshape(len(tokens), -1).float().abs().amax(1)
+        if by_token[-1] > 1e-5 * by_token.max():
+            wrong = f"{name} is not causal, its outputs depend on later tokens"
+            fail(f"--model-dir {folder}: {wrong}: {NEEDED}")
     both = (*inner.children(), *inner.base_model.children())
     return [part for part in both if used.isdisjoint(part.modules())]
 
@@ -396,6 +366,22 @@ def check_documents(args, model):
         fail(f"--model-dir {args.model_dir}: {wrong}: leave --separate-documents out")
 
 
+@torch.no_grad()
+def check_padding(args, model):
+    """Refuse a classifier whose answer depends on the padding behind a text."""
+    if args.classes is None:
+        return
+    known = model.get_input_embeddings().num_embeddings
+    text = (torch.arange(1, 5, device=model.device) + args.padding)[None] % known
+    padded = torch.cat([text, torch.full_like(text, args.padding)], 1)
+    with torch.autocast(model.device.type, torch.bfloat16, args.precision == "bf16"):
+        one, other = (model(tokens, use_cache=False).logits.float() for tokens in (text, padded))
+    rounding = 0.02 if args.precision == "bf16" else 1e-4
+    if (one - other).abs().max() > rounding * one.abs().max():
+        wrong = f"the answer of {type(model).__name__} depends on the padding behind a text"
+        fail(f"--model-dir {args.model_dir}: {wrong}: {NEEDED}")
+
+
 def one_line(error):
     """Return the first line of an error's message, which may have many."""
     line, _, _ = str(error).strip().partition("\n")
@@ -431,12 +417,13 @@ def target_modules(args, model):
     frozen = [name for name, weight in linear.items() if not weight.requires_grad]
     # peft refuses two of these, and of the third Mamba takes the weight alone, past the adapter.
     mamba = {"out_proj", "conv1d", "dt_proj"} if "mamba" in model.config.model_type else set()
-    known = {last_part(name) for name in linear} - mamba
+    # A classifier's head is trained without an adapter.
+    head = model.get_output_embeddings() if args.classes is None else model.score
+    known = {last_part(name) for name in linear} - mamba - ({"score"} if args.classes else set())
     names = {name.strip() for name in args.target_modules.split(",")}
     if args.target_modules == "all-linear":
         if not frozen and not mamba:
             return args.target_modules
-        head = model.get_output_embeddings()
         names = known - {last_part(name) for name, layer in layers.items() if layer is head}
     unknown = sorted(names - known)
     if unknown:
@@ -475,17 +462,33 @@ def write_folder(folder, *parts):
 
 
 def save(args, model, tokenizer, folder):
-    """Save the adapters as peft does, or all weights; with --merge also a model without these."""
-    write_folder(folder, *([model, tokenizer] if args.full else [model]))
+    """Save the adapters as peft does, or all weights; with --merge also a model without these.
+
+    Beside a classifier's adapters are what names its classes, and a tokenizer that can pad.
+    """
+    parts = [model]
+    if args.classes and not args.full:
+        parts.append(model.config)
+    if args.classes or args.full:
+        parts.append(tokenizer)
+    write_folder(folder, *parts)
     if args.merge:
         merged = model.merge_and_unload()  # W + (alpha / rank) B A takes the place of W
         write_folder(args.output_dir / "merged", merged, tokenizer)
 
 
 def print_sizes(args, model):
-    """Print on rank 0 how many weights are trained, and how much a step therefore exchanges."""
+    """Print on rank 0 how many weights are trained, and how much a step therefore exchanges.
+
+    Before that it prints what classes there are, and how many samples were cut off, if any.
+    """
     if dist.get_rank() > 0:
         return
+    if args.classes:
+        more = ", ..." if len(args.classes) > 10 else ""
+        print(f"{len(args.classes)} classes: {', '.join(args.classes[:10])}{more}")
+    if args.cut_off:
+        print(args.cut_off)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     count = sum(weight.numel() for weight in trained)
     item = trained[0].element_size()

@@ -30,6 +30,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 import model_files
 import plumbing
+import text_data
 from plumbing import checkpoints, fail, gather, rank, shards
 
 # Bytes of a weight that are read at a time for its checksum.
@@ -67,6 +68,9 @@ def without_values(args, dtype):
     shards.ignore_warnings()
     return_memory()
     folder = args.model_dir
+    if args.classes:
+        wrong = "--shard cannot train a classifier, whose new head is in none of the model's files"
+        fail(f"{wrong}: leave --shard out")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **model_files.LOCAL)
         config.name_or_path = folder  # as from_pretrained does: adapters say of what model they are
@@ -309,8 +313,8 @@ def fill_up(args, test_set, batches):
         count += 1
         yield batch
     for _ in range(count, most):
-        tokens = torch.zeros(1, args.context, dtype=torch.long)
-        yield tokens, torch.full_like(tokens, -100)
+        tokens, labels = test_set[[0]]
+        yield tokens, torch.full_like(labels, text_data.IGNORED)
 
 
 # Its checkpoint, and what is saved at the end

@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 import model_files  # before peft: it has nothing downloaded, and says which package is missing
 import plumbing
 import sharded_model
-from common import data
+import text_data
 from common.models import token_loss
 from plumbing import shards
 
@@ -40,10 +40,10 @@ WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.flo
 
 def parse_args():
     parser = plumbing.arguments(__doc__, WEIGHT_DTYPES)  # --epochs and what else all examples have
-    parser.set_defaults(batch_size=4, lr=5e-3, end=None)  # for a pretrained model often --lr 1e-4
+    parser.set_defaults(batch_size=4, lr=5e-3)  # for a pretrained model often --lr 1e-4
     add = parser.add_argument
     add("--model-dir", type=Path, default="model", help="model in Hugging Face's format")
-    add("--text-file", type=Path, default="text.txt", help="text, or tokenize_text.py's folder")
+    add("--text-file", type=Path, default="text.txt", help="text, JSON lines, folder of tokens")
     add("--separate-documents", action="store_true", help="attention stays within a document")
     add("--context", type=int, default=32, help="tokens of a sample")
     add("--full", action="store_true", help="train all weights, without adapters, for comparison")
@@ -88,7 +88,7 @@ def setup(args):
 
 
 def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
-    """Train to the end of an epoch; return the mean loss, the samples of all, and seconds."""
+    """Train to the end of an epoch; return the mean loss, the targets of all, and seconds."""
     model = ddp_model if args.shard else ddp_model.module
     ddp_model.train()
     loss_function = torch.compile(token_loss) if args.compile else token_loss  # saves memory
@@ -112,12 +112,15 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
         averaging = contextlib.nullcontext() if last else ddp_model.no_sync()
         with averaging, torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
             logits = ddp_model(tokens, **model_files.options(args, tokens)).logits
-        loss = loss_function(logits, labels, WEIGHT_DTYPES[args.precision])
+        loss = loss_function(logits, labels, WEIGHT_DTYPES[args.precision], "sum")
+        # Samples may have few targets or many. All batches are divided by the mean number, and not
+        # by their own: each target weighs the same, in whatever batch and on whatever process.
+        loss = loss / (len(labels) * args.targets)
         # ddp: averages the gradients over all processes. lora: only the adapters have gradients
         (loss / args.gradient_accumulation_steps).backward()
         plumbing.note_loss(train_loader, loss)  # one that is not finite stops the run, see below
         sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
-        sums[1] += len(labels)
+        sums[1] += (labels != text_data.IGNORED).sum().double() / args.targets
         pending.wait()
         if not completes_step:
             continue
@@ -138,15 +141,15 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
     sums = sums.clone()
     dist.all_reduce(sums)  # ddp: sum over all processes, which all have to call this
     loss_sum, samples = sums.tolist()
-    return loss_sum / samples, samples, time.perf_counter() - start
+    return loss_sum / samples, samples * args.targets, time.perf_counter() - start
 
 
 @torch.no_grad()
 @plumbing.uncompiled  # its last batch may be smaller, and would have to be compiled anew
 def evaluate(args, model, test_loader, device):
-    """Return the mean loss of a token, over all processes, and the perplexity of that mean."""
+    """Return the mean loss of a target, over all processes, and the perplexity or accuracy."""
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, targets, correct
     for tokens, labels in test_loader:
         tokens = tokens.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
@@ -154,22 +157,15 @@ def evaluate(args, model, test_loader, device):
             logits = model(tokens, **model_files.options(args, tokens)).logits
         losses = token_loss(logits, labels, WEIGHT_DTYPES[args.precision], "none")
         sums[0] += losses.double().sum()
-        sums[1] += (labels != -100).sum()  # cross_entropy leaves out what is -100
+        sums[1] += (labels != text_data.IGNORED).sum()
+        if args.classes:
+            sums[2] += (logits.argmax(1) == labels).sum()
     dist.all_reduce(sums)  # ddp: sum over all processes, which all have to call this
-    loss = (sums[0] / sums[1]).item()
+    loss_sum, targets, correct = sums.tolist()
+    loss = loss_sum / targets
+    if args.classes:
+        return {"test_loss": loss, "test_accuracy": correct / targets}
     return {"test_loss": loss, "perplexity": math.exp(loss) if loss < 709 else math.inf}
-
-
-def load_data(args):
-    """Return the tokenizer, the training set, and the test set, which is the text's last tenth."""
-    tokenizer = model_files.load_tokenizer(args)
-    text = model_files.read_text(args)
-    tokens = model_files.tokenize(args, tokenizer, text)
-    samples = (len(tokens) - 1) // args.context
-    split = (samples - max(1, samples // 10)) * args.context
-    train_set = data.Tokens(tokens[: split + 1], args.context)
-    test_set = data.Tokens(tokens[split:], args.context)
-    return tokenizer, train_set, test_set
 
 
 def load_model(args):
@@ -198,7 +194,7 @@ def add_adapters(args, model):
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
         target_modules=model_files.target_modules(args, model),
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if args.classes else "CAUSAL_LM",  # lora: the first trains a new head
     )
     # lora: A is random; B is 0, so that training starts from the model as it was
     torch.manual_seed(args.seed)
@@ -274,7 +270,8 @@ def main(args):
 
     # Data (yours: see README.md). The sampler yields all indices of a batch and the data set
     # returns the whole batch, so DataLoader must not collect samples: batch_size=None.
-    tokenizer, train_set, test_set = load_data(args)
+    tokenizer = model_files.load_tokenizer(args)
+    train_set, test_set = text_data.load(args, tokenizer)
     # Pinned memory: no step waits for its copy to a GPU.
     loading = {"batch_size": None, "pin_memory": device.type == "cuda"}
     # ddp: shuffled parts of equal length: whoever had more steps would wait for the others forever
@@ -302,7 +299,7 @@ def main(args):
         batches = BatchSampler(sampler, args.batch_size, drop_last=True)
         batches = plumbing.batches_left(args, progress, batches)  # if it was stopped in this epoch
         train_loader = DataLoader(train_set, sampler=batches, **loading)
-        train_loss, samples, seconds = train_one_epoch(
+        train_loss, targets, seconds = train_one_epoch(
             args, ddp_model, train_loader, optimizer, device, progress
         )
         # stop: an evaluation may be long: it ends after the same batch in all processes
@@ -313,8 +310,9 @@ def main(args):
             batches = sharded_model.fill_up(args, test_set, batches)  # all compute equally often
         row = {"epoch": epoch + 1, "train_loss": train_loss}
         row |= evaluate(args, model, batches, device)  # not ddp_model: parts differ
-        row |= {"tokens_per_second": samples * args.context / seconds}
-        row |= {"samples_per_second": samples / seconds}
+        if not args.classes:
+            row["tokens_per_second"] = targets / seconds
+        row["samples_per_second"] = args.steps_per_epoch * args.global_batch / seconds
         progress["history"].append(row | {"seconds": seconds, "world_size": args.world_size})
         progress |= {"sums": torch.zeros_like(progress["sums"]), "seconds": 0.0}
         save_checkpoint(args, model, optimizer, progress)
@@ -327,7 +325,8 @@ def main(args):
     elif rank == 0:  # ddp: all processes have the same weights; one writes them
         model_files.save(args, model, tokenizer, path)
     row = progress["history"][-1]
-    result = f"test loss {row['test_loss']:.4f}, perplexity {row['perplexity']:.2f}"
+    learnt = "test acc {test_accuracy:.2%}" if args.classes else "perplexity {perplexity:.2f}"
+    result = f"test loss {row['test_loss']:.4f}, {learnt.format(**row)}"
     plumbing.finish(args, progress, f"finished: {result}, {path.name} in {path}")
 
 
