@@ -54,9 +54,29 @@ def test_documents() -> None:
     assert named and all(re.search(rf"^[*-] {name}\b", sessions, re.MULTILINE) for name in named), (named, sessions)
 
 
+def unheld(text: str) -> list[str]:
+    """Return which promises of the front page name no function that holds them, or one that is not where they say."""
+    section = text.partition("\n## What every example promises\n")[2].partition("\n## ")[0]
+    wrong = []
+    for promise in re.split(r"^\* ", section, flags=re.MULTILINE)[1:]:
+        links = re.findall(r"\[(\w+)\]\((\w+/[\w/]+\.py)\)", promise)
+        if not links or not all(f"\ndef {name}(" in (ROOT / file).read_text() for name, file in links):
+            wrong.append(promise)
+    return wrong
+
+
+def test_promises() -> None:
+    """Each promise of the front page leads to the test that holds it; one without, and a wrong name, are noticed."""
+    text = (ROOT / "README.md").read_text()
+    assert text.count("](tests/") > 5 and unheld(text) == []
+    (wrong,) = unheld(text.replace("[test_killed_and_resumed]", "[test_killed]"))
+    assert wrong.startswith("**Killed at any moment")
+    assert unheld(text.replace("## The rooms", "* It is fast.\n\n## The rooms")) == ["It is fast.\n"]
+
+
 NARROW = ("environments", "faults", "glossary", "on-your-cluster")
 # The most lines of the pages that are read on a login node, in `less`; the pages in docs/ have no bound.
-PAGES = {"README.md": 180} | dict.fromkeys(f"docs/{name}.md" for name in NARROW)
+PAGES = {"README.md": 130} | dict.fromkeys(f"docs/{name}.md" for name in NARROW)
 WIDTH = 120
 
 

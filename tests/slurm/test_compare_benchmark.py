@@ -1,4 +1,4 @@
-"""`measure local` and `measure job`, where the README's table comes from, with two examples of one environment."""
+"""`measure local` and `measure job`, where the table of RESULTS.md comes from, with two examples of one environment."""
 
 import subprocess
 import sys
