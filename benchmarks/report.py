@@ -107,8 +107,11 @@ def agreeing(runs: Sequence[Run]) -> list[Run]:
 
 def runs_figure(runs: Sequence[Run]) -> Figure:
     """Return the picture of the runs: the training loss, once for all that agree, and bars of what each costs."""
-    figure = Figure(figsize=(12, 3.4), dpi=150, facecolor="white", layout="constrained")
-    curves, *bars = figure.subplots(1, 5, width_ratios=(1.5, 1, 1, 1, 1))
+    # Narrow, so that its words can be read on a phone
+    figure = Figure(figsize=(5.6, 7), dpi=200, facecolor="white", layout="constrained")
+    places = figure.add_gridspec(3, 2, height_ratios=(0.8, 1, 1))
+    curves = figure.add_subplot(places[0, :])
+    bars = [figure.add_subplot(places[row, column]) for row in (1, 2) for column in (0, 1)]
     alike = agreeing(runs)
     number = f"all {len(runs)}" if len(alike) == len(runs) else f"{len(alike)} of {len(runs)}"
     curves.set(title=f"training loss; the weights of\n{number} agree to the bit", xlabel="epoch")
@@ -131,7 +134,7 @@ def runs_figure(runs: Sequence[Run]) -> Figure:
         axis.bar_label(drawn, [f"{value:.0f}" for value in values], padding=3)
         axis.set(title=title, xticks=[], xlim=(0, 1.3 * max(values)), ylim=(len(runs) - 0.5, -0.5))
         axis.spines[["top", "right", "bottom"]].set_visible(False)
-        axis.tick_params(left=False, labelleft=axis is bars[0])
+        axis.tick_params(left=False, labelleft=axis in (bars[0], bars[2]))
     read = bars[-1].barh(names, [run.lines_to_read for run in runs], color="tab:blue")
     bars[-1].bar_label(read, label_type="center", color="white")
     for axis in figure.axes:
