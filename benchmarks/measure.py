@@ -98,7 +98,7 @@ def compare(args: argparse.Namespace) -> None:
     local: 2 processes each, started by the command of the example's README.
     job:   4 processes each, in the lab, whose SLURM runs the example's run.slurm, on 2 nodes where it can.
 
-    benchmarks/compare.csv and compare.png, of the README, are copies of local.csv and local.png, and its table is that
+    benchmarks/compare.csv and compare.png, of RESULTS.md, are copies of local.csv and local.png, and its table is that
     of local.md. That the weights agree is not checked here but in the tests.
     """
     from harness import jobs, outputs, runs
@@ -128,11 +128,10 @@ def compare(args: argparse.Namespace) -> None:
             rows, weights[example] = read_metrics(output), outputs.read_model(output)
             difference = outputs.largest_difference(weights[example], weights[FIRST])
             accuracy, start = rows[-1]["test_accuracy"], first - rows[0]["seconds"]
-            plumbing = sum(code_lines(path.read_text()) for path in (ROOT / "plumbing").glob("*.py"))
-            lines = code_lines(SCRIPTS[example]), code_lines(SCRIPTS[example]) + plumbing
+            lines = code_lines(SCRIPTS[example])
             losses = tuple(row["train_loss"] for row in rows)
             memory = peak_memory(output)
-            found.append(report.Run(example, difference, accuracy, start, speed(rows), memory, *lines, losses))
+            found.append(report.Run(example, difference, accuracy, start, speed(rows), memory, lines, losses))
             print(found[-1], flush=True)
             report.write_csv(found, path)
     report.draw_runs(found, path, machine())

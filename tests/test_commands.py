@@ -31,8 +31,8 @@ def packages() -> list[str]:
 
 
 def test_packages_are_named() -> None:
-    """Each Debian package that .ci/run installs is in an apt-get command of a README: else newcomers would lack it."""
-    text = "".join((ROOT / name / "README.md").read_text() for name in ("", "lab/"))
+    """Each Debian package that .ci/run installs is in an apt-get command of a page: else newcomers would lack it."""
+    text = "".join((ROOT / name).read_text() for name in ("README.md", "lab/README.md", "docs/own-data.md"))
     named = " ".join(re.findall(r"apt-get install ([^`\n]+)", text)).split()
     assert packages() and not set(packages()).difference(named)
     assert set(readme.command("lab/README.md", "sudo apt-get install ...").split()[4:]) <= set(packages())

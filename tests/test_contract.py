@@ -546,9 +546,11 @@ def test_readme_and_requirements(example: str, source: Path) -> None:
     readme = (source / "README.md").read_text()
     titles = ["What it shows", "Run locally", "Run on SLURM", "Expected output", "Make it yours", "When it fails"]
     assert re.findall("^## (.+)$", readme, re.MULTILINE) == titles
-    assert (source / "minimal.py").exists() == ("`minimal.py` and `minimal.slurm`: the launch pattern" in readme)
+    assert (source / "minimal.py").exists() == ("Read `minimal.py` and `minimal.slurm` first" in readme)
     first = readme.partition("\n## ")[0].splitlines()[2:]
-    assert len(first) == 3 and all(f"`{name}`" in " ".join(first) for name in ("train.py", "run.slurm", "plumbing/"))
+    assert len(first) == 3 and all(
+        name in " ".join(first) for name in ("`train.py`", "`sbatch run.slurm`", "`plumbing/`")
+    )
     prose = re.sub(r"^```.*?^```", "", readme, flags=re.MULTILINE | re.DOTALL)
     assert "../" not in prose, "a link out of the folder, which is copied alone"
     local = readme.partition("## Run locally")[2].partition("## ")[0]

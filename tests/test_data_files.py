@@ -26,7 +26,7 @@ def data() -> ModuleType:
 def test_trains_on_idx_files(example: str, folder: Path) -> None:
     """A few hundred images in torchvision's format are read, learnt and evaluated exactly."""
     samples.write_data(folder / "data", "fashion_mnist")
-    line = readme.command("README.md", "python train.py --dataset fashion_mnist ...")
+    line = readme.command("docs/own-data.md", "python train.py --dataset fashion_mnist ...")
     readme.run_block([f"{line} --epochs 4 --batch-size 16"], folder)
     rows = outputs.read_metrics(folder / "output")
     assert rows[-1]["test_accuracy"] > 0.8 and rows[-1]["train_loss"] < 0.5
@@ -97,7 +97,7 @@ def test_damaged_packed_files(data: ModuleType, tmp_path: Path, cut: int) -> Non
 @pytest.mark.timeout(1600)
 @pytest.mark.only("ddp_spawn", "horovod_tensorflow")
 def test_fashion_mnist(example: str, folder: Path) -> None:
-    """On FashionMNIST itself, as Debian packages it, five epochs come to the accuracy that the front page names."""
+    """On FashionMNIST itself, as Debian packages it, five epochs come to the accuracy that RESULTS.md names."""
     if not DEBIAN.exists():
         pytest.skip(f"needs the Debian package dataset-fashion-mnist: there is no {DEBIAN}")
     arguments = ("--dataset", "fashion_mnist", "--data-dir", str(DEBIAN), "--epochs", "5")

@@ -409,9 +409,11 @@ def test_with_others(example: str, folder: Path, kind: str, words: str) -> None:
 @pytest.mark.runs("weekly")
 def test_page(example: str, folder: Path) -> None:
     """The page's commands: a sum is completed, and the answer ends; a classifier, its adapters and the merged model."""
-    run = readme.run_block(readme.block(PAGE, "python generate.py --adapter output/adapter --prompt ..."), folder)
+    run = readme.run_block(
+        readme.block("docs/prompts-and-labels.md", "python generate.py --adapter output/adapter --prompt ..."), folder
+    )
     assert run.stdout == "57 + 1 = 58\n"
-    readme.run_block(readme.block(PAGE, "names=(even odd)"), folder)
+    readme.run_block(readme.block("docs/prompts-and-labels.md", "names=(even odd)"), folder)
     assert outputs.read_metrics(folder / "classifier")[-1]["test_accuracy"] > 0.9
     words = ["--model-dir", "classifier/merged", "--text-file", "parity.jsonl", "--output-dir", "further"]
     further = runs.train(example, folder, 2, *words, "--epochs", 1, "--lr", 1e-6)  # the head is no new one

@@ -64,7 +64,7 @@ def add_row_to_readme(repository: Path) -> None:
     """Add a row to README.md's table, before the first name that comes after the new one."""
     text = (repository / "README.md").read_text()
     after = next(row for row in ROW.finditer(text) if row[1] > NEW)
-    new = f"| [{NEW}](examples/{NEW}) | `torchrun` on each node | to see that each list of examples has it |\n"
+    new = f"| [{NEW}](examples/{NEW}) | seeing that each list of examples has it |\n"
     (repository / "README.md").write_text(text[: after.start()] + new + text[after.start() :])
 
 

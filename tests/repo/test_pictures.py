@@ -1,4 +1,4 @@
-"""The front page's pictures: that of the launch patterns says what run.slurm does, the other what was measured."""
+"""The front page's picture of the launch patterns says what run.slurm does, that of RESULTS.md what was measured."""
 
 import dataclasses
 import re
@@ -10,61 +10,57 @@ from benchmarks import report
 from harness.launchers import LAUNCHERS, ROOT
 
 README = (ROOT / "README.md").read_text()
+RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text()
 COMPARED = ROOT / "benchmarks" / "compare.csv"
 
 
 def who_starts_whom(example: str, text: str) -> str:
-    """Return the arrows that the front page's picture has for a launch pattern whose run.slurm has this text."""
+    """Return what the front page's picture says of a launch pattern whose run.slurm has this text."""
     nodes, tasks = (int(re.search(rf"^#SBATCH --{name}=(\d+)", text, re.M)[1]) for name in ("nodes", "ntasks-per-node"))
     _, _, *launcher = re.search(r"^# Who starts the processes: (.*)$", text, re.M)[1].split(" -> ")
     task = "one task" if tasks == 1 else f"{tasks} tasks"
     processes = LAUNCHERS[example].processes_in_job // nodes
     where = "one node" if nodes == 1 else f"each of {nodes} nodes"
-    last = '?["each is a process"]'
+    last = "Each task is a process."
     if launcher:
         program = re.match(r"[\w.]+\w", launcher[0])[0]
-        last = f'{program} --> ?["{processes} processes"]'
+        last = f"{program} starts {processes} processes."
     assert launcher or tasks == processes
-    return f'srun -- "{example}: {task} on {where}" --> {last}'
+    return f"{example}: {task} on {where}. {last}"
 
 
-def arrows() -> set[str]:
-    """Return the arrows of the front page's picture, with a line for each launch pattern."""
+def boxes() -> set[str]:
+    """Return what the boxes of the front page's picture say, to which srun leads: a text for each launch pattern."""
     block = re.search(r"^```mermaid\nflowchart LR\n(.*?)^```$", README, re.M | re.S)[1]
-    lines = [re.sub(r"\w\[", "?[", line.strip().removeprefix("run.slurm --> ")) for line in block.splitlines()]
-    return {
-        line.replace(names, name)
-        for line in lines
-        for names in re.findall('"(.*):', line)
-        for name in names.split(", ")
-    }
+    texts = [text.replace("<br/>", " ") for text in re.findall(r'^ +srun --> \w+\["(.*)"\]$', block, re.M)]
+    return {text.replace(names, name) for text in texts for names in text.split(":")[:1] for name in names.split(", ")}
 
 
 def test_launch_patterns() -> None:
     """The picture has each launch pattern as its run.slurm is; another launcher, or other numbers, are noticed."""
     patterns = [name for name, row in LAUNCHERS.items() if row.pattern]
     texts = {name: (ROOT / "examples" / name / "run.slurm").read_text() for name in patterns}
-    assert {who_starts_whom(name, text) for name, text in texts.items()} == arrows()
+    assert {who_starts_whom(name, text) for name, text in texts.items()} == boxes()
     said = " ".join(README.replace("\\", "").split())
     assert all(LAUNCHERS[name].meets.partition(";")[0] in said for name in patterns)
     for old, new in (("-> torchrun,", "-> mpirun,"), ("nodes=2", "nodes=3"), ("per-node=1", "per-node=2")):
         text = texts["torchrun_multinode"]
-        assert old in text and who_starts_whom("torchrun_multinode", text.replace(old, new)) not in arrows()
+        assert old in text and who_starts_whom("torchrun_multinode", text.replace(old, new)) not in boxes()
 
 
 def test_comparison() -> None:
-    """The README's picture and table are those of benchmarks/compare.csv, a copy of results/local.csv."""
-    assert len(re.findall(r"^!\[.+\]\(benchmarks/compare\.png\)$", README, re.MULTILINE)) == 1
+    """RESULTS.md has the picture and the table of benchmarks/compare.csv, a copy of results/local.csv."""
+    assert len(re.findall(r"^!\[.+\]\(compare\.png\)$", RESULTS, re.MULTILINE)) == 1
     with Image.open(COMPARED.with_suffix(".png")) as image:
         assert image.text["Description"] == COMPARED.read_text(), "copy results/local.png, too"
     runs = report.read_runs(COMPARED)
-    assert report.table([report.run_cells(run, runs[0].example) for run in runs]) in README
+    assert report.table([report.run_cells(run, runs[0].example) for run in runs]) in RESULTS
 
 
 def runs_of(*differences: float) -> list[report.Run]:
     """Return a run for each difference of its weights from the first one's; its losses differ as much."""
     return [
-        report.Run(f"run{i}", one, 0.97, 10.0, 400.0, 500.0, 200, 380, (1.5 + one, 0.3 + one))
+        report.Run(f"run{i}", one, 0.97, 10.0, 400.0, 500.0, 200, (1.5 + one, 0.3 + one))
         for i, one in enumerate(differences)
     ]
 

@@ -198,9 +198,7 @@ def other_python(place: Place) -> Iterator[Callable[[str], Path]]:
 
 @needs_lab
 def test_healthy(place: Place) -> None:
-    line = readme.command(
-        "README.md", "cd preflight && ...", {"cd preflight": f"cd {place.folder}", "~/project/.venv": sys.prefix}
-    )
+    line = readme.command("preflight/README.md", "VENV=... sbatch run.slurm", {"~/project/.venv": sys.prefix})
     run = place.run(line=line)
     assert {name: row[1] for name, row in run.rows.items()} == dict.fromkeys(ROWS, "ok"), run.log
     assert run.status == 0 and run.info["JobState"] == "COMPLETED"

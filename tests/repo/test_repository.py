@@ -54,9 +54,29 @@ def test_documents() -> None:
     assert named and all(re.search(rf"^[*-] {name}\b", sessions, re.MULTILINE) for name in named), (named, sessions)
 
 
+def unheld(text: str) -> list[str]:
+    """Return which promises of the front page name no function that holds them, or one that is not where they say."""
+    section = text.partition("\n## What every example promises\n")[2].partition("\n## ")[0]
+    wrong = []
+    for promise in re.split(r"^\* ", section, flags=re.MULTILINE)[1:]:
+        links = re.findall(r"\[(\w+)\]\((\w+/[\w/]+\.py)\)", promise)
+        if not links or not all(f"\ndef {name}(" in (ROOT / file).read_text() for name, file in links):
+            wrong.append(promise)
+    return wrong
+
+
+def test_promises() -> None:
+    """Each promise of the front page leads to the test that holds it; one without, and a wrong name, are noticed."""
+    text = (ROOT / "README.md").read_text()
+    assert text.count("](tests/") > 5 and unheld(text) == []
+    (wrong,) = unheld(text.replace("[test_killed_and_resumed]", "[test_killed]"))
+    assert wrong.startswith("**Killed at any moment")
+    assert unheld(text.replace("## The rooms", "* It is fast.\n\n## The rooms")) == ["It is fast.\n"]
+
+
 NARROW = ("environments", "faults", "glossary", "on-your-cluster")
 # The most lines of the pages that are read on a login node, in `less`; the pages in docs/ have no bound.
-PAGES = {"README.md": 180} | dict.fromkeys(f"docs/{name}.md" for name in NARROW)
+PAGES = {"README.md": 130} | dict.fromkeys(f"docs/{name}.md" for name in NARROW)
 WIDTH = 120
 
 
@@ -72,6 +92,24 @@ def assert_fits(text: str, most: int | None, width: int = WIDTH) -> None:
 def test_pages_are_short(file: str, most: int | None) -> None:
     """The front page is one that is read to its end, and no line of it, or of what it links to first, is cut off."""
     assert_fits((ROOT / file).read_text(), most)
+
+
+def test_diffs_of_pages_fit() -> None:
+    """Each line that a page's diff removes stands in an example, or in a diff of that page before.
+
+    The tests that apply the diffs to jobs are weekly.
+    """
+    files = [path for name in ("*/*.py", "*/*.slurm") for path in (ROOT / "examples").glob(name)]
+    ours = {line.strip() for path in files for line in path.read_text().splitlines()}
+    removed = 0
+    for page in readme.DOCUMENTS:
+        known = set(ours)
+        for line in "".join(readme.fences(page, "diff")).splitlines():
+            if line.startswith("-"):
+                removed += 1
+                assert line[1:].strip() in known, f"{page}: {line}"
+            known.add(line[1:].strip())
+    assert removed > 20
 
 
 def test_pages_are_short_can_fail() -> None:
@@ -269,7 +307,10 @@ def forbidden(room: str, text: str) -> set[str]:
 
 
 def assert_picture(text: str) -> None:
-    """Check the picture of the rooms: its arrows are imports that are permitted, and lead to all that are."""
+    """Check the picture of the rooms: its arrows are imports that are permitted, and lead to all that are.
+
+    The list above it has each room.
+    """
     (picture,) = re.findall(r"^```mermaid\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     drawn: dict[str, set[str]] = {room: set() for room in ARROWS}
     for start, ends in re.findall(r"^ *(\S+) --> (.+)$", picture, re.MULTILINE):
@@ -280,8 +321,8 @@ def assert_picture(text: str) -> None:
         while more := set().union(*(drawn[one] for one in reached)) - reached:
             reached |= more
         assert rooms <= reached, room
-    in_groups = re.findall(r"^    subgraph .*\n +(.*)\n    end$", picture, re.MULTILINE)
-    rooms = sorted(room for group in in_groups for room in group.split(" & "))
+    in_groups = re.findall(r"^\* \*\*[\w ]+\*\*: (.*)\.$", text.partition("## The rooms")[2], re.MULTILINE)
+    rooms = sorted(room for group in in_groups for room in group.split(", "))
     assert rooms == sorted({*ARROWS, "docs"}), rooms
 
 
@@ -292,8 +333,8 @@ def test_picture_of_rooms() -> None:
     for old, new in (
         ("common & lab", "lab"),
         ("common & lab", "common & lab & runs"),
-        ("lab\n    end", "lab & attic\n    end"),
-        ("sweep & ", ""),
+        ("sites, lab.", "sites, lab, attic."),
+        ("sweep, ", ""),
     ):
         assert text.count(old) == 1
         with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""`measure local` and `measure job`, where the README's table comes from, with two examples of one environment."""
+"""`measure local` and `measure job`, where the table of RESULTS.md comes from, with two examples of one environment."""
 
 import subprocess
 import sys
@@ -27,6 +27,6 @@ def test_compare(example: str, tmp_path: Path, name: str) -> None:
     for run in runs:
         assert run.test_accuracy > 0.95 and len(run.train_losses) == 5
         assert run.seconds_to_first_step > 1 and run.samples_per_second > 10
-        assert 200 < run.peak_mb_per_process < 4000 and 100 < run.lines_to_read < run.code_lines < 500
+        assert 200 < run.peak_mb_per_process < 4000 and 100 < run.lines_to_read < 260
     assert f"| {example} | ddp_spawn's, bit for bit |" in (tmp_path / f"{name}.md").read_text()
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
