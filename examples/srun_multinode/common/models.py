@@ -59,11 +59,11 @@ class Block(nn.Module):
 
 
 def token_loss(logits: Tensor, labels: Tensor, dtype: torch.dtype, reduction="mean") -> Tensor:
-    """Return the loss of logits (B, T, vocab) in nats, computed in `dtype`.
+    """Return the loss of logits (B, T, vocab) or (B, classes) in nats, computed in `dtype`.
 
     It is a function, so that it can be compiled.
     """
-    return F.cross_entropy(logits.flatten(0, 1).to(dtype), labels.flatten(), reduction=reduction)
+    return F.cross_entropy(logits.flatten(0, -2).to(dtype), labels.flatten(), reduction=reduction)
 
 
 def positions_in_documents(tokens: Tensor, end: int) -> Tensor:
