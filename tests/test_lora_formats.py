@@ -22,7 +22,7 @@ from tests.test_lora import train  # noqa: F401 (a fixture)
 from tests.test_lora_sharded import alone  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.only("lora")
-PAGE = "docs/prompts-and-labels.md"
+PAGE = ROOT / "docs" / "prompts-and-labels.md"
 WORDS = ("river", "the bell", "a map of the rivers", "boat", "नदी", "who carries the lamp")
 Rows = list[dict[str, object]]
 
@@ -409,19 +409,21 @@ def test_with_others(example: str, folder: Path, kind: str, words: str) -> None:
 @pytest.mark.runs("weekly")
 def test_page(example: str, folder: Path) -> None:
     """The page's commands: a sum is completed, and the answer ends; a classifier, its adapters and the merged model."""
-    run = readme.run_block(readme.block(PAGE, "python generate.py --adapter output/adapter --prompt ..."), folder)
+    run = readme.run_block(
+        readme.block("docs/prompts-and-labels.md", "python generate.py --adapter output/adapter --prompt ..."), folder
+    )
     assert run.stdout == "57 + 1 = 58\n"
-    readme.run_block(readme.block(PAGE, "names=(even odd)"), folder)
+    readme.run_block(readme.block("docs/prompts-and-labels.md", "names=(even odd)"), folder)
     assert outputs.read_metrics(folder / "classifier")[-1]["test_accuracy"] > 0.9
     words = ["--model-dir", "classifier/merged", "--text-file", "parity.jsonl", "--output-dir", "further"]
     further = runs.train(example, folder, 2, *words, "--epochs", 1, "--lr", 1e-6)  # the head is no new one
     assert "2 classes: even, odd\n" in further.stdout
     assert outputs.read_metrics(folder / "further")[-1]["test_accuracy"] > 0.9
-    (program,) = readme.fences(ROOT / PAGE, "python")
+    (program,) = readme.fences(PAGE, "python")
     said = runs.Run(["python", "-c", program], folder).wait()
     assert said.status == 0 and said.stdout == "even\nodd\n", said.stderr
     merged = "from transformers import pipeline\nclassify = "
-    merged += re.search(r'pipeline\("text-classification", "classifier/merged"\)', (ROOT / PAGE).read_text())[0]
+    merged += re.search(r'pipeline\("text-classification", "classifier/merged"\)', PAGE.read_text())[0]
     merged += "\nprint([found['label'] for found in classify(['the number 46', 'the number 731'])])"
     said = runs.Run(["python", "-c", merged], folder).wait()
     assert said.status == 0 and said.stdout == "['even', 'odd']\n", said.stderr
