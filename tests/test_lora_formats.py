@@ -34,8 +34,13 @@ def prompts() -> Rows:
 
 
 def texts() -> Rows:
-    """Return 60 texts of different lengths with one of three labels, which their last letter tells."""
-    return [{"text": f"{WORDS[i % 5]} {'abc'[i % 3]}", "label": ("low", "middle", "top")[i % 3]} for i in range(60)]
+    """Return 60 texts of different lengths with one of three labels, which their last letter tells.
+
+    In some the token that also pads a batch stands within the text.
+    """
+    between = [("", "<|end|>")[i % 7 == 0] for i in range(60)]
+    words = [f"{WORDS[i % 5]}{between[i]} {'abc'[i % 3]}" for i in range(60)]
+    return [{"text": word, "label": ("low", "middle", "top")[i % 3]} for i, word in enumerate(words)]
 
 
 KINDS: dict[str, Callable[[], Rows]] = {"prompts": prompts, "labels": texts}
