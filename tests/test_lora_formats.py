@@ -22,7 +22,7 @@ from tests.test_lora import train  # noqa: F401 (a fixture)
 from tests.test_lora_sharded import alone  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.only("lora")
-PAGE = "docs/prompts-and-labels.md"
+PAGE = ROOT / "docs" / "prompts-and-labels.md"
 WORDS = ("river", "the bell", "a map of the rivers", "boat", "नदी", "who carries the lamp")
 Rows = list[dict[str, object]]
 
@@ -34,8 +34,13 @@ def prompts() -> Rows:
 
 
 def texts() -> Rows:
-    """Return 60 texts of different lengths with one of three labels, which their last letter tells."""
-    return [{"text": f"{WORDS[i % 5]} {'abc'[i % 3]}", "label": ("low", "middle", "top")[i % 3]} for i in range(60)]
+    """Return 60 texts of different lengths with one of three labels, which their last letter tells.
+
+    In some the token that also pads a batch stands within the text.
+    """
+    between = [("", "<|end|>")[i % 7 == 0] for i in range(60)]
+    words = [f"{WORDS[i % 5]}{between[i]} {'abc'[i % 3]}" for i in range(60)]
+    return [{"text": word, "label": ("low", "middle", "top")[i % 3]} for i, word in enumerate(words)]
 
 
 KINDS: dict[str, Callable[[], Rows]] = {"prompts": prompts, "labels": texts}
@@ -419,11 +424,11 @@ def test_page(example: str, folder: Path) -> None:
     further = runs.train(example, folder, 2, *words, "--epochs", 1, "--lr", 1e-6)  # the head is no new one
     assert "2 classes: even, odd\n" in further.stdout
     assert outputs.read_metrics(folder / "further")[-1]["test_accuracy"] > 0.9
-    (program,) = readme.fences(ROOT / PAGE, "python")
+    (program,) = readme.fences(PAGE, "python")
     said = runs.Run(["python", "-c", program], folder).wait()
     assert said.status == 0 and said.stdout == "even\nodd\n", said.stderr
     merged = "from transformers import pipeline\nclassify = "
-    merged += re.search(r'pipeline\("text-classification", "classifier/merged"\)', (ROOT / PAGE).read_text())[0]
+    merged += re.search(r'pipeline\("text-classification", "classifier/merged"\)', PAGE.read_text())[0]
     merged += "\nprint([found['label'] for found in classify(['the number 46', 'the number 731'])])"
     said = runs.Run(["python", "-c", merged], folder).wait()
     assert said.status == 0 and said.stdout == "['even', 'odd']\n", said.stderr
