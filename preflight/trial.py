@@ -501,8 +501,9 @@ def main() -> None:
     except EndedError:
         if trial.asked:
             return  # the next start of this job goes on
-        left = [name for name, _ in steps(trial) if name not in trial.done]
-        trial.write([row(name, "left out", "SLURM has asked the job to end") for name in left])
+        left = [(name, run) for name, run in steps(trial) if name not in trial.done]
+        asked = "SLURM has asked the job to end"
+        trial.write([row(name, "left out", run if isinstance(run, str) else asked) for name, run in left])
     print(f"trial.py: the report is {trial.work.name}.txt: read it before you send it")
     sys.exit(any(one["state"] == "FAIL" for one in trial.rows))
 

@@ -97,14 +97,14 @@ class Place:
         python = f'PYTHONPATH={folder}/tools exec {sys.executable} "$@"'
         write_program(folder / "light" / "bin" / "python", python)
 
-    def submit(self, repository: Path, *options: str, venv: str | Path = "") -> str:
+    def submit(self, repository: Path, *options: str, venv: str | Path = "", **variables: str) -> str:
         """Submit a trial by the page's line; return the job's id."""
         changes = {"~/project/.venv": venv or self.folder / "light"}
         words = sbatch(
             readme.command("preflight/README.md", "... trial.slurm", changes), ["--cpus-per-task=2", *options]
         )
         hand_over(self.folder, self.lab)
-        return self.lab.run(words, cwd=repository / "preflight", check=True).stdout.strip()
+        return self.lab.run(words, cwd=repository / "preflight", env=variables, check=True).stdout.strip()
 
     def finish(self, repository: Path, job: str) -> tuple[dict[str, dict], str, dict[str, str]]:
         """Wait for a trial; return the rows of its report by check, its text, and what SLURM says of the job."""
@@ -162,7 +162,8 @@ def trial() -> ModuleType:
 def test_good_trial(place: Place) -> None:
     """All that is promised is tried, and said in a report without names; a page draws it."""
     repository = with_stub(place.folder / "good")
-    job = place.submit(repository)
+    other = {"SLURM_MEM_PER_CPU": "100"}  # of an interactive job in which somebody submits this one
+    job = place.submit(repository, "--mem=1000", **other)
     rows, text, info = place.finish(repository, job)
     states = {name: row["state"] for name, row in rows.items() if not name.startswith("preflight ")}
     assert states == {
@@ -231,7 +232,7 @@ def test_asked_to_end(place: Place) -> None:
     faults.timelimit(place.lab, job)
     rows, text, info = place.finish(repository, job)
     left = {row["result"] for name, row in rows.items() if not name.startswith("preflight ")}
-    assert left == {"SLURM has asked the job to end"} and "requeue" in rows, text
+    assert left == {"SLURM has asked the job to end", "VENV has no horovod.torch"} and "requeue" in rows, text
     assert info["Restarts"] == "0"
     assert not place.lab.run(["squeue", "--noheader", "--steps"], cwd="/").stdout
 
