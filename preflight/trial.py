@@ -112,14 +112,20 @@ def ask(*words: str) -> str:
 def read_job() -> Trial:
     """Return what SLURM says of this job, with what an earlier start of it has found."""
     env = os.environ
-    if "SLURM_JOB_ID" not in env or "SLURM_CPUS_PER_TASK" not in env:
-        fail("this is not its job; submit it: sbatch trial.slurm")
-    found = re.search(r" EndTime=(\d\S+)", ask("scontrol", "show", "job", env["SLURM_JOB_ID"]))
+    if "SLURM_JOB_ID" not in env:
+        fail("this is not a SLURM job; submit it: sbatch trial.slurm")
+    try:
+        shown = ask("scontrol", "show", "job", env["SLURM_JOB_ID"])
+        nodes = ask("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]).split()
+    except OSError as error:
+        fail(f"cannot run scontrol, which the examples need too: {error}")
+    found = re.search(r" EndTime=(\d\S+)", shown)
     end = datetime.datetime.fromisoformat(found[1]).timestamp() if found else time.time() + 1800
-    nodes = ask("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]).split()
     gpus = int(env.get("SLURM_GPUS_ON_NODE") or len(list(filter(None, env.get("SLURM_JOB_GPUS", "").split(",")))))
-    work = Path(f"trial-{env['SLURM_JOB_ID']}").absolute()
-    trial = Trial(env["SLURM_JOB_ID"], nodes, int(env["SLURM_CPUS_PER_TASK"]), gpus, end - RESERVE, work)
+    work, cpus = Path(f"trial-{env['SLURM_JOB_ID']}").absolute(), int(env.get("SLURM_CPUS_PER_TASK", 0))
+    trial = Trial(env["SLURM_JOB_ID"], nodes, cpus, gpus, end - RESERVE, work)
+    if cpus < trial.each:
+        fail(f"ask for {trial.each} cores or more of each node with #SBATCH --cpus-per-task")
     restarted = int(env.get("SLURM_RESTART_COUNT", 0)) > 0
     if work.exists() and not restarted:
         fail(f"{work.name} is of another job with this id: move it away")
@@ -365,7 +371,7 @@ def disturb(trial: Trial, check: str, kill: bool) -> list[Row]:
     if problem:
         return answer("FAIL", problem)
     if not process.returncode and len(metrics(output)) == epochs(MAIN):
-        return answer("left out", "the run was over before it")
+        return answer("left out", "the run was over before it, or no process of it was seen on this node")
     if kill and not process.returncode:
         return answer("FAIL", "a process was killed, and run.slurm ended with status 0")
     if not kill and (process.returncode or not (output / "asked").exists()):

@@ -294,7 +294,6 @@ def test_figures_that_cannot_be_right(
 
 def test_time_that_is_left(trial: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is begun if what is left is enough for the longest so far; the requeue comes in any case, once."""
-    monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setattr(trial, "describe", lambda *_: "a cluster")
     done = []
 
@@ -313,6 +312,15 @@ def test_time_that_is_left(trial: ModuleType, tmp_path: Path, monkeypatch: pytes
     assert rows["two"]["result"] == "60 s were left, a run may need 65 s"
     trial.work(job)  # as after a requeue
     assert done == ["one", "requeue"]
+
+
+def test_started_otherwise() -> None:
+    """Outside of a job it ends with one line."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    words = [sys.executable, str(ROOT / "preflight" / "trial.py")]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr == "trial.py: error: this is not a SLURM job; submit it: sbatch trial.slurm\n"
 
 
 def test_draw_another_file(tmp_path: Path) -> None:
