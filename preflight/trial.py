@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # It can be stopped at any step, and nothing starts its processes again: it is killed, stopped, and its speeds count.
 MAIN = "srun_multinode"
 FIRST = [MAIN, "torchrun_multinode", "ddp_spawn", "lightning", "deepspeed", "horovod_cpu"]  # then the others
-FEW_EPOCHS, EPOCHS = 4, {MAIN: 20}  # of the main one so many that it can be killed in between, also on GPUs
+FEW_EPOCHS, EPOCHS, GPU_EPOCHS = 4, 8, 20  # of the main one so many that it can be killed in between
 BATCH, BATCHES = 128, {"fsdp": 16, "lora": 8, "torchrun_vision": 32}  # at least, of all processes together
 BOUND = 0.02  # by how much losses of one and of two nodes may differ, as a share: the same sums, in another order
 NOT_COMPARED = {"torchrun_vision": "batch norm goes by the batch of a process"}
@@ -69,6 +69,10 @@ class Trial:
     def each(self) -> int:
         """How many processes a node has: as many as GPUs, else two, as run.slurm of the examples has them."""
         return self.gpus or 2
+
+    def epochs(self, example: str) -> int:
+        """Return how many epochs an example trains."""
+        return FEW_EPOCHS if example != MAIN else GPU_EPOCHS if self.gpus else EPOCHS
 
     def left(self) -> float:
         """Return how many seconds are left for steps."""
@@ -205,11 +209,6 @@ def header(example: str, pattern: str) -> str:
     return found[1] if found else ""
 
 
-def epochs(example: str) -> int:
-    """Return how many epochs an example trains."""
-    return EPOCHS.get(example, FEW_EPOCHS)
-
-
 def start(trial: Trial, output: Path, nodes: int, processes: int, restarts: int = 0) -> subprocess.Popen:
     """Start run.slurm in a copy of an example, so many processes on each node; all runs have the same batch.
 
@@ -226,7 +225,7 @@ def start(trial: Trial, output: Path, nodes: int, processes: int, restarts: int 
     per_process = header(folder.name, r"^#SBATCH --ntasks-per-node=(\d+)") != "1"
     most = 2 * trial.each  # processes of any run
     batch = -(-BATCHES.get(folder.name, BATCH) // most) * most
-    words = ["bash", "run.slurm", "--epochs", str(epochs(folder.name)), "--global-batch", str(batch)]
+    words = ["bash", "run.slurm", "--epochs", str(trial.epochs(folder.name)), "--global-batch", str(batch)]
     env = environment(trial, output, nodes, processes, processes if per_process else 1, restarts)
     if folder.name.startswith("horovod"):
         env.setdefault("LAUNCH", "mpi" if "pmix" in ask("srun", "--mpi=list") else "gloo")
@@ -252,9 +251,9 @@ def metrics(output: Path) -> list[dict[str, float]]:
     return []
 
 
-def wrong(output: Path, nodes: int, processes: int) -> str:
+def wrong(trial: Trial, output: Path, nodes: int, processes: int) -> str:
     """Return what cannot be right in the figures of a run that has ended well, or ""."""
-    rows, last = metrics(output), epochs(output.parents[1].name)
+    rows, last = metrics(output), trial.epochs(output.parents[1].name)
     if [line["epoch"] for line in rows] != list(range(1, last + 1)):
         return f"metrics.csv has not the epochs 1 to {last}"
     try:
@@ -320,7 +319,7 @@ def train(trial: Trial, example: str, name: str, nodes: int, processes: int) -> 
     problem = watch(process, trial, RUN_SECONDS)
     if not problem and process.returncode:
         problem = f"run.slurm ended with status {process.returncode}"
-    problem = problem or wrong(output, nodes, processes)
+    problem = problem or wrong(trial, output, nodes, processes)
     more: Row = {"seconds": round(time.monotonic() - begun, 1)}
     state, beside = "ok", output.with_name("2-nodes")
     if problem:
@@ -329,7 +328,7 @@ def train(trial: Trial, example: str, name: str, nodes: int, processes: int) -> 
     more |= rate | ({"scale": name} if example == MAIN else {})
     if output != beside and example in NOT_COMPARED:
         result += f"; not compared: {NOT_COMPARED[example]}"
-    elif output != beside and not wrong(beside, 2, trial.each):
+    elif output != beside and not wrong(trial, beside, 2, trial.each):
         share = difference(output, beside)
         state = "ok" if share <= BOUND else "FAIL"
         result += f"; losses differ by {share:.3%} from those of 2 nodes"
@@ -360,7 +359,7 @@ def disturb(trial: Trial, check: str, kill: bool) -> list[Row]:
         more = {"log": tail(output.with_suffix(".log"))} if state == "FAIL" else {}
         return [row(check, state, result, seconds=round(time.monotonic() - begun, 1), **more)]
 
-    if wrong(undisturbed, nodes, trial.each):
+    if wrong(trial, undisturbed, nodes, trial.each):
         return answer("left out", f"{MAIN} does not run undisturbed")
     process = start(trial, output, nodes, trial.each)
     problem = watch(process, trial, RUN_SECONDS, (output / "checkpoint.pt").exists)
@@ -370,7 +369,7 @@ def disturb(trial: Trial, check: str, kill: bool) -> list[Row]:
         problem = watch(process, trial, NOTICE_SECONDS)
     if problem:
         return answer("FAIL", problem)
-    if not process.returncode and len(metrics(output)) == epochs(MAIN):
+    if not process.returncode and len(metrics(output)) == trial.epochs(MAIN):
         return answer("left out", "the run was over before it, or no process of it was seen on this node")
     if kill and not process.returncode:
         return answer("FAIL", "a process was killed, and run.slurm ended with status 0")
@@ -380,7 +379,7 @@ def disturb(trial: Trial, check: str, kill: bool) -> list[Row]:
     problem = watch(process, trial, RUN_SECONDS)
     if not problem and process.returncode:
         problem = f"the run was continued, and run.slurm ended with status {process.returncode}"
-    if problem := problem or wrong(output, nodes, trial.each):
+    if problem := problem or wrong(trial, output, nodes, trial.each):
         return answer("FAIL", problem)
     step = json.loads((output / "run.json").read_text())["starts"][-1]["step"]
     if not step:

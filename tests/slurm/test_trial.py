@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from harness import edits, outputs, readme
-from harness.jobs import hand_over, on_this_machine_only, sbatch
+from harness.jobs import SETTINGS, hand_over, on_this_machine_only, sbatch
 from harness.launchers import ROOT, copy_example
 from harness.processes import wait_until
 from lab import Lab, Wanted, faults, why_not
@@ -286,10 +286,11 @@ def test_figures_that_cannot_be_right(
     with open(output / "metrics.csv", "w", newline="") as file:
         csv.writer(file).writerows([columns, *zip(*columns.values(), strict=True)])
     (output / "run.json").write_text(json.dumps({"starts": [{"ranks": {"a": [0, 1]}}]}))
-    found = trial.wrong(output, 1, 2)
+    job = trial.Trial("1", ["a"], 4, 0, 0, tmp_path)
+    found = trial.wrong(job, output, 1, 2)
     assert problem in found and bool(problem) == bool(found)
     (output / "run.json").write_text(json.dumps({"starts": [{"ranks": {"a": [0], "b": [1]}}]}))
-    assert trial.wrong(output, 1, 2)
+    assert trial.wrong(job, output, 1, 2)
 
 
 def test_time_that_is_left(trial: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +340,7 @@ def test_real_trial(place: Place) -> None:
     """The examples themselves train, with PyTorch: the same bits after a kill and a notice, and speeds."""
     examples = ("srun_multinode", "torchrun_multinode", "ddp_spawn")
     repository = copy_repository(place.folder / "real", *examples)
-    rows, text, info = place.finish(repository, place.submit(repository, "--cpus-per-task=4", venv=sys.prefix))
+    rows, text, info = place.finish(repository, place.submit(repository, venv=sys.prefix, **SETTINGS))
     assert {row["state"] for row in rows.values()} <= {"ok", "WARN"}, text
     assert {f"{name}, 1-node" for name in examples} <= set(rows)
     for name in ("kill and resume", "notice before the time limit"):
