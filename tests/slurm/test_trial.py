@@ -198,7 +198,7 @@ def test_faults(badly_named: Place) -> None:
     repository = with_stub(badly_named.folder / "faulty")
     stub = repository / "examples" / "srun_multinode" / "train.py"
     edits.edit(stub, "json.loads(checkpoint.read_text()) if checkpoint.exists() else []", "[]")
-    edits.edit(stub, "loss = 2 / epoch", "loss = 2 / epoch + world / 100")  # a gradient that is not averaged over nodes
+    edits.edit(stub, "loss = 2 / epoch", "loss = 2 / epoch + world / 40")  # a gradient that is not averaged over nodes
     stub = repository / "examples" / "ddp_spawn" / "train.py"
     edits.edit(stub, "import json", "sys = __import__('sys'); sys.exit(f'Error: {__file__} not for user') #")
     rows, text, info = badly_named.finish(repository, badly_named.submit(repository, "--no-requeue"))
@@ -345,7 +345,7 @@ def test_real_trial(place: Place) -> None:
     assert {f"{name}, 1-node" for name in examples} <= set(rows)
     for name in ("kill and resume", "notice before the time limit"):
         assert re.fullmatch(r"continued after step \d+, to the bits of the undisturbed run", rows[name]["result"]), text
-    found = [re.search(r"losses differ by ([\d.]+)%", row["result"]) for row in rows.values()]
+    found = [re.search(r"first losses differ by ([\d.]+)%", row["result"]) for row in rows.values()]
     shares = [float(one[1]) for one in found if one]
-    assert len(shares) == 3 and max(shares) < 0.2, "a tenth of what is permitted"
+    assert len(shares) == 3 and max(shares) < 0.1, "a tenth of what is permitted"
     assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "1")
