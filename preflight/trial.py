@@ -43,9 +43,8 @@ NOT_COMPARED = {"torchrun_vision": "batch norm goes by the batch of a process"}
 PREFLIGHT_SECONDS, RUN_SECONDS, GPU_SECONDS = 300, 180, 600  # the most that a step gets
 NOTICE_SECONDS = 90  # in which a run ends after a kill or a notice
 LEAST, RESERVE = 45, 45  # seconds for which a run is begun; at the end, for the requeue and the report
+NEEDS = {"on_gpu": 300, "requeue": -RESERVE}  # seconds for which these are begun
 INSISTS = 15  # seconds from SIGTERM to SIGKILL
-# What SLURM may have set for the tasks of this job, and what contradicts those of the steps:
-CONFLICTING = ("TRES_PER_TASK", "NTASKS_PER_GPU", "GPUS_PER_TASK", "GPUS", "NPROCS", "NODELIST")
 
 
 class EndedError(BaseException):
@@ -186,10 +185,9 @@ def stand_in(trial: Trial) -> Path:
 
 def environment(trial: Trial, output: Path, nodes: int, processes: int, tasks: int, restarts: int) -> dict[str, str]:
     """Return the variables of a run.slurm as if SLURM had given it so many nodes, and tasks on each, as its own job."""
-    env = {name: value for name, value in os.environ.items() if name.removeprefix("SLURM_") not in CONFLICTING}
     # The cores of a process are the same in all runs.
     cpus = max(1, trial.cpus // trial.each * (1 if tasks > 1 or processes == 1 else processes))
-    return env | {
+    return os.environ | {
         "SLURM_JOB_NUM_NODES": str(nodes),
         "SLURM_NNODES": str(nodes),
         "SLURM_JOB_NODELIST": ",".join(trial.nodes[:nodes]),
@@ -466,7 +464,7 @@ def work(trial: Trial) -> None:
         if name in trial.done:
             continue
         lasted = [one["seconds"] for one in trial.rows if "seconds" in one]
-        need = -RESERVE if name == "requeue" else max([LEAST, *(1.3 * seconds for seconds in lasted)])
+        need = NEEDS.get(name, max([LEAST, *(1.3 * seconds for seconds in lasted)]))
         if isinstance(run, str):
             found = [row(name, "left out", run)]
         elif trial.left() < need:

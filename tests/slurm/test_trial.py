@@ -293,6 +293,30 @@ def test_figures_that_cannot_be_right(
     assert trial.wrong(job, output, 1, 2)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "processes", "tasks", "numbers"),
+    [
+        (0, 2, 2, 2, ("4", "2(x2)", "4", "0")),  # srun_multinode
+        (0, 2, 2, 1, ("2", "1(x2)", "8", "0")),  # torchrun_multinode
+        (0, 1, 2, 1, ("1", "1", "8", "0")),  # ddp_spawn
+        (0, 1, 1, 1, ("1", "1", "4", "0")),  # one process has the cores that it has beside others
+        (4, 2, 4, 4, ("8", "4(x2)", "2", "4")),
+        (4, 2, 4, 1, ("2", "1(x2)", "8", "4")),
+        (4, 1, 1, 1, ("1", "1", "2", "1")),
+        (1, 1, 1, 1, ("1", "1", "8", "1")),
+    ],
+)
+def test_steps_as_jobs(
+    trial: ModuleType, tmp_path: Path, gpus: int, nodes: int, processes: int, tasks: int, numbers: tuple[str, ...]
+) -> None:
+    """A run.slurm sees the numbers of a job of its own: tasks, cores and GPUs."""
+    job = trial.Trial("1", ["a", "b"], 8, gpus, 0, tmp_path)
+    env = trial.environment(job, tmp_path, nodes, processes, tasks, 0)
+    names = ("NTASKS", "TASKS_PER_NODE", "CPUS_PER_TASK", "GPUS_ON_NODE")
+    assert tuple(env[f"SLURM_{name}"] for name in names) == numbers
+    assert (env["SLURM_JOB_NUM_NODES"], env["SLURM_JOB_NODELIST"]) == (str(nodes), "a,b" if nodes == 2 else "a")
+
+
 def test_time_that_is_left(trial: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is begun if what is left is enough for the longest so far; the requeue comes in any case, once."""
     monkeypatch.setattr(trial, "describe", lambda *_: "a cluster")
