@@ -238,7 +238,9 @@ def tail(log: Path) -> list[str]:
     text = re.sub(r"\x1b\[[0-9;]*m|[^\S\n]|[\x00-\x08\x0e-\x1f]", " ", log.read_text(errors="replace"))
     lines = [line.strip()[:200] for line in text.splitlines() if line.strip()]
     told = [line for line in lines if re.search(r"error|cannot|refuse|denied|abort|fatal|not found", line, re.I)]
-    return (told or lines)[-4:]
+    # What comes of another error, which others may have said:
+    causes = [line for line in told if not re.match(r"srun: error: |slurmstepd|run.slurm: error: the job failed", line)]
+    return (causes or told or lines)[-4:]
 
 
 # ---- What a run has left ----

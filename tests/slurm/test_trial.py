@@ -39,7 +39,8 @@ epochs, start = int(words[words.index("--epochs") + 1]), os.environ.get("SLURM_R
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 here = [rank] if "RANK" in os.environ else [0, 1]
 world = world if "RANK" in os.environ else 2
-(output / f"here-{start}-{rank}").write_text(json.dumps([os.uname().nodename, here]))
+(output / f"part-{rank}").write_text(json.dumps([os.uname().nodename, here]))
+(output / f"part-{rank}").rename(output / f"here-{start}-{rank}")
 over, checkpoint = output / f"over-{start}", output / "checkpoint.pt"
 while rank and not over.exists():
     time.sleep(0.05)
