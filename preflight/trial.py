@@ -37,7 +37,7 @@ FIRST = [MAIN, "torchrun_multinode", "ddp_spawn", "lightning", "deepspeed", "hor
 FEW_EPOCHS, EPOCHS, GPU_EPOCHS = 4, 8, 20  # of the main one so many that it can be killed in between
 BATCH, BATCHES = 128, {"fsdp": 16, "lora": 8, "torchrun_vision": 32}  # at least, of all processes together
 # By how much losses may differ, see `difference`. Sums in another order differ by a rounding, which grows with every
-# step. So the first epoch is compared: on CPUs that was 0.0001 %, and 8 % where gradients were averaged within nodes only.
+# step. So the first epoch is compared: it was 0.0001 % on CPUs, and 8 % with gradients averaged within nodes only.
 BOUND = 0.01
 NOT_COMPARED = {"torchrun_vision": "batch norm goes by the batch of a process"}
 PREFLIGHT_SECONDS, RUN_SECONDS, GPU_SECONDS = 300, 180, 600  # the most that a step gets
