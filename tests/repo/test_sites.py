@@ -242,8 +242,8 @@ def test_lines() -> None:
 
 def test_preflight_and_jupyter() -> None:
     """The same command edits the scripts of preflight, with its one task per node, and of jupyter."""
-    for room in ("preflight", "jupyter"):
-        old = (ROOT / room / "run.slurm").read_text()
+    for script in ("preflight/run.slurm", "preflight/trial.slurm", "jupyter/run.slurm"):
+        old = (ROOT / script).read_text()
         text, _ = apply.edited(old, SYSTEMS["snellius"], apply.Wanted(gpus=4), "snellius.toml")
         assert_only_marked(old, text)
         header = apply.header_of(text.split("\n"))
