@@ -362,7 +362,8 @@ def test_from_another_folder(example: str, source: Path, lab: Lab, tmp_path: Pat
 def test_other_sites(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """SLURM_EXPORT_ENV=NONE, a conda environment without bin/activate, a folder with a space in its name: all work.
 
-    So does a SLURM before 21.08, which does not tell the number of GPUs: only the list of them.
+    So does a SLURM before 21.08, which does not tell the number of GPUs: only the list of them. So does a job with
+    memory by the node that was submitted inside another one, with memory by the core.
     """
     folder = stub(source, tmp_path / "my project" / example)
     (tmp_path / "conda" / "bin").mkdir(parents=True)
@@ -374,8 +375,9 @@ def test_other_sites(example: str, source: Path, lab: Lab, tmp_path: Path) -> No
     if gpus:
         edits.edit(folder / "run.slurm", "\nprepare ", "\nunset SLURM_GPUS_ON_NODE\nprepare ")
     nodes, tasks = header(folder, "nodes"), header(folder, "ntasks-per-node")
-    options = ("--export=ALL,SLURM_EXPORT_ENV=NONE", *["--gpus-per-node=2"] * gpus)
-    job = submit(lab, example, folder, "--epochs", "7", options=options, VENV="../../conda")
+    options = ("--mem=500", "--export=ALL,SLURM_EXPORT_ENV=NONE", *["--gpus-per-node=2"] * gpus)
+    variables = {"VENV": "../../conda", "SLURM_MEM_PER_CPU": "100"}
+    job = submit(lab, example, folder, "--epochs", "7", options=options, **variables)
     job.wait_for_line("started [")
     wait_for_start(folder, job.id)
     (job.output / "finish").touch()

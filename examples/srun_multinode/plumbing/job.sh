@@ -35,6 +35,8 @@ prepare() {
     export SLURM_EXPORT_ENV=ALL  # srun passes the environment on, whatever a site's default is
     # The first belongs to another Python; with the second train.py would not find its own folder.
     unset PYTHONHOME PYTHONSAFEPATH
+    # One may be of another job, in which this one was submitted: with two of them srun refuses.
+    unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
     check_packages "$1"
     [[ "${SLURM_CPUS_PER_TASK:-}" ]] ||
         fail "ask for cores with #SBATCH --cpus-per-task, not with --cpus-per-gpu"
