@@ -25,7 +25,7 @@ def test_srun_without_pmi(example: str, folder: Path) -> None:
         assert "--mpi=pmix" in errors[0] and "4 tasks" in errors[0]
 
 
-@pytest.mark.runs("patterns")
+@pytest.mark.runs("weekly")
 def test_second_install(example: str, folder: Path) -> None:
     """In another environment the wheel in the cache is used again: no second build, and what is installed works.
 

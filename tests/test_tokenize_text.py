@@ -429,7 +429,7 @@ def one_file(folder: Path) -> None:
 
 
 @pytest.mark.only(*EXAMPLES)
-@pytest.mark.runs("weekly", "lora")
+@pytest.mark.runs("weekly")  # the contract has it with another text
 def test_killed_and_resumed(example: str, folder: Path, small: Path, tmp_path: Path) -> None:
     """Killed and resumed, a run on several files has the bits of an undisturbed one on one file.
 

@@ -30,7 +30,7 @@ from lab import Lab, Wanted, faults
 pytestmark = pytest.mark.slurm
 multinode = pytest.mark.only("torchrun_multinode", "accelerate")
 multinode_too = pytest.mark.only("torchrun_multinode", "accelerate", "srun_multinode")
-often = pytest.mark.runs("weekly", "accelerate")  # which has the same launcher beneath its own
+often = pytest.mark.runs("weekly", "accelerate", "srun_multinode")  # in which the same lines of run.slurm listen
 PARTITIONS = [
     "PreemptType=preempt/partition_prio",
     "PreemptMode=REQUEUE",
