@@ -52,6 +52,7 @@ def test_stage_1_and_its_own_launcher(example: str, folder: Path, reference: Ref
     assert held["parameters"] == pytest.approx(WEIGHTS, rel=0.01)
 
 
+@pytest.mark.runs("weekly")  # a job of it is an ordinary test
 def test_stage_3_without_a_compiler(example: str, folder: Path, reference: Reference, bare: dict[str, Any]) -> None:
     """Stage 3 on a node without ninja and compiler: the bits of stage 0, half of everything on each process."""
     note_memory(folder)
@@ -70,6 +71,7 @@ def test_stage_2_killed_ten_times(example: str, folder: Path, reference: Referen
     runs.kill_and_resume(example, folder, reference, [runs.kill_all, runs.kill_all], "--zero-stage", 2)
 
 
+@pytest.mark.runs("weekly")  # the contract kills it at other moments
 def test_killed_while_saving(example: str, folder: Path, reference: Reference) -> None:
     """Killed with half a shard of epoch 2 written: the run continues from epoch 1, which run.json names."""
     script, code = folder / "train.py", (folder / "train.py").read_text()

@@ -100,6 +100,7 @@ def test_mesh(example: str, folder: Path, mesh: str) -> None:
     assert [row["test_loss"] for row in rows] == pytest.approx(test_losses, rel=1e-9)
 
 
+@pytest.mark.runs("weekly")  # test_compile.py has the others
 def test_compiled(example: str, folder: Path) -> None:
     """Compiled, it takes plain PyTorch's steps, too, to 1e-9 in fp64, and the names of the weights stay.
 

@@ -69,6 +69,7 @@ def test_as_without(example: str, folder: Path, case: str) -> None:
         assert f"test loss {found:.4f}" in run.stdout.splitlines()[-1]
 
 
+@pytest.mark.runs("weekly")  # fsdp has an ordinary one
 @pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 3, marks=pytest.mark.runs("weekly"))])
 @pytest.mark.parametrize("full", [pytest.param("--full --lr 1e-3", marks=pytest.mark.runs("weekly"), id="full"), ""])
 def test_continued_by_others(example: str, folder: Path, before: int, after: int, full: str) -> None:
