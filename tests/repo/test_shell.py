@@ -144,7 +144,7 @@ def test_copy_of_the_program(tmp_path: Path, case: str) -> None:
     touch(folder, "x.py")  # a restart runs the copy, and names what was edited
     (folder / "train.py").write_text("edited")
     again = job(folder, SLURM_RESTART_COUNT="1", SUBMITTED="2026-11-26T11:00:00")
-    line = "run.slurm: running output/7/code-7, as it was submitted; edited since, for new jobs only: train.py"
+    line = "run.slurm: running output/7/code-7, as it first started; changed since, for new jobs only: train.py"
     assert again.stdout.splitlines() == [line, "code: output/7/code-7"], again.stdout + again.stderr
     assert (code / "train.py").read_text() == "train.py" and not (code / "x.py").exists()
 
@@ -197,7 +197,7 @@ def test_id_that_comes_again(tmp_path: Path, case: str) -> None:
     (tmp_path / "train.py").write_text("the new program")
     run = job(tmp_path, **variables)
     if goes_on:
-        assert run.returncode == 0 and "running output/7/code-7, as it was submitted" in run.stdout, run.stderr
+        assert run.returncode == 0 and "running output/7/code-7, as it first started" in run.stdout, run.stderr
         return
     assert run.returncode == 2 and run.stderr.startswith("run.slurm: error: output/7 is of another run with the id 7: ")
     assert run.stderr.endswith("OUTPUT_DIR=output/7 sbatch run.slurm\n") and run.stderr.count("\n") == 1
@@ -281,7 +281,7 @@ def test_id_that_comes_again_on_purpose(tmp_path: Path) -> None:
     assert job(tmp_path, **later).returncode == 0
     programs = [path.read_text() for path in sorted((tmp_path / "output" / "7").glob("code-7*/train.py"))]
     assert programs == ["the new program", "train.py"]
-    assert "as it was submitted" in job(tmp_path, **later, SLURM_RESTART_COUNT="1").stdout
+    assert "as it first started" in job(tmp_path, **later, SLURM_RESTART_COUNT="1").stdout
 
     for task in ("1", "2"):
         run = job(tmp_path, SLURM_ARRAY_JOB_ID="20", SLURM_ARRAY_TASK_ID=task, SLURM_JOB_ID=f"2{task}")

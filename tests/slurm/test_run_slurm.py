@@ -258,7 +258,7 @@ def test_program_of_its_start(example: str, source: Path, lab: Lab, tmp_path: Pa
     wait_for_start(folder, job.id, starts=2)
     code = f"output/{job.id}/code-{job.id}"
     (line,) = re.findall(
-        rf"^run.slurm: running {code}, as it was submitted; edited since.*:(.*)$", job.log, re.MULTILINE
+        rf"^run.slurm: running {code}, as it first started; changed since.*:(.*)$", job.log, re.MULTILINE
     )
     assert {*line.split()} == {"train.py", *(str(file.relative_to(folder)) for file in files)}
     (job.output / "finish").touch()

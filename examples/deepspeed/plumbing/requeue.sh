@@ -41,8 +41,8 @@ keep_program() {
         while IFS= read -rd "" file; do
             cmp -s "$code/$file" "./$file" || edited+=" $(printf %q "$file")"
         done < <(find "$code" -type f ! -name "*.pyc" ! -name .commit -printf "%P\0")
-        [[ -z "$edited" ]] || edited="; edited since, for new jobs only:$edited"
-        echo "run.slurm: running $code, as it was submitted$edited"
+        [[ -z "$edited" ]] || edited="; changed since, for new jobs only:$edited"
+        echo "run.slurm: running $code, as it first started$edited"
         return
     fi
     rm -rf "$code.part"
