@@ -68,6 +68,7 @@ def test_two_users(example: str, source: Path, tmp_path: Path, reference: Refere
         home.mkdir()
         users.append((uid, folder, home))
     hand_over(tmp_path)
+    tmp_path.chmod(0o755)  # the second user has to come to his folder, too
     temporary.chmod(0o1777)
     started = []
     for uid, folder, home in users:
