@@ -101,10 +101,10 @@ def is_weekly(item: pytest.Item, when: set[str]) -> bool:
     jobs = item.get_closest_marker("slurm")
     one = ONE_ON_SLURM if jobs else ONE
     # On one machine a twin runs the lines of the other example, whose tests hold for both.
-    both = LAUNCHERS[example].twin and not jobs and "smoke" not in when and part_of(item.path) != example
+    alone = jobs or "smoke" in when or part_of(item.path) == example
     return (
         "weekly" in when
-        or bool(both)
+        or (LAUNCHERS[example].twin != "" and not alone)
         or ("one" in when and example != one)
         or ("patterns" in when and not LAUNCHERS[example].pattern)
     )

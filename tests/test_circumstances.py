@@ -30,6 +30,18 @@ def noexec(folder: Path) -> list[str]:
     return ["unshare", "--mount", "sh", "-ec", NOEXEC, str(folder)]
 
 
+def as_user(uid: int, gid: int) -> list[str]:
+    """Return what stands before a command that a user, perhaps without a name, executes."""
+    return ["setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups"]
+
+
+def assert_trained(run: runs.Run, example: str, reference: Reference) -> None:
+    """Check that a run has finished without a traceback, to the bits of an undisturbed one."""
+    assert run.status == 0 and f"finished: {LAUNCHERS[example].words}" in run.stdout, run.stdout + run.stderr
+    assert "Traceback" not in run.stderr, run.stderr
+    outputs.assert_same_run(run.folder / "output", reference.output)
+
+
 @needs_root
 @pytest.mark.runs("one")
 def test_ordinary_user(example: str, source: Path, tmp_path: Path, reference: Reference) -> None:
@@ -43,14 +55,11 @@ def test_ordinary_user(example: str, source: Path, tmp_path: Path, reference: Re
     hand_over(tmp_path)
     who = find_account(Wanted())
     assert who.uid, "tests run in a folder of root's, or of an ordinary user's"
-    user = ["setpriv", f"--reuid={who.uid}", f"--regid={who.gid}", "--clear-groups"]
     private = ["sh", "-c", 'umask 077; exec "$0" "$@"']
     own = ASCII | {"HOME": str(home), "USER": "", "LOGNAME": "", "TMPDIR": str(temporary)}
     before = set(folder.rglob("*"))
-    run = runs.Run([*mount, *user, *private, *LAUNCHERS[example].command(2)], folder, own).wait()
-    assert run.status == 0 and f"finished: {LAUNCHERS[example].words}" in run.stdout, run.stdout + run.stderr
-    assert "Traceback" not in run.stderr, run.stderr
-    outputs.assert_same_run(folder / "output", reference.output)
+    run = runs.Run([*mount, *as_user(who.uid, who.gid), *private, *LAUNCHERS[example].command(2)], folder, own).wait()
+    assert_trained(run, example, reference)
     written = {path: path.lstat() for path in set(folder.rglob("*")) - before if not path.match("stderr-*.txt")}
     assert folder / "output" / LAUNCHERS[example].model in written
     assert {(one.st_uid, one.st_mode & OPEN_TO_OTHERS) for one in written.values()} == {(who.uid, 0)}, written
@@ -73,14 +82,10 @@ def test_two_users(example: str, source: Path, tmp_path: Path, reference: Refere
     started = []
     for uid, folder, home in users:
         subprocess.run(["chown", "--recursive", f"{uid}:{uid}", folder, home], check=True, timeout=300)
-        user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
         own = {"HOME": str(home), "USER": "", "LOGNAME": "", "TMPDIR": str(temporary)}
-        started.append(runs.Run([*user, *LAUNCHERS[example].command(2)], folder, own))
+        started.append(runs.Run([*as_user(uid, uid), *LAUNCHERS[example].command(2)], folder, own))
     for run in started:
-        run.wait(600)
-        assert run.status == 0 and f"finished: {LAUNCHERS[example].words}" in run.stdout, run.stdout + run.stderr
-        assert "Traceback" not in run.stderr, run.stderr
-        outputs.assert_same_run(run.folder / "output", reference.output)
+        assert_trained(run.wait(600), example, reference)
 
 
 LOCALE = "en_US.ISO-8859-1"
@@ -98,9 +103,7 @@ def test_latin_1(example: str, source: Path, tmp_path: Path, reference: Referenc
     own = {"LC_ALL": LOCALE, "LOCPATH": str(tmp_path / "locales"), "PYTHONUTF8": "0"}
     asked = "import locale; print(locale.getpreferredencoding())"
     assert runs.Run(["python", "-c", asked], folder, own).wait().stdout == "ISO-8859-1\n"
-    run = runs.Run(LAUNCHERS[example].command(2), folder, own).wait()
-    assert run.status == 0 and "Traceback" not in run.stderr, run.stderr
-    outputs.assert_same_run(folder / "output", reference.output)
+    assert_trained(runs.Run(LAUNCHERS[example].command(2), folder, own).wait(), example, reference)
 
 
 @needs_root

@@ -1,4 +1,4 @@
-"""Train a ConvNet with DistributedDataParallel (DDP), each process started by srun, on any nodes.
+"""Train a ConvNet with DistributedDataParallel (DDP) on one or many nodes, started by srun alone.
 
 Locally:   torchrun --standalone --nproc-per-node=2 minimal.py
 On SLURM:  sbatch minimal.slurm

@@ -1,4 +1,4 @@
-"""Train a ConvNet with DistributedDataParallel (DDP), each process started by srun, on any nodes.
+"""Train a ConvNet with DistributedDataParallel (DDP) on one or many nodes, started by srun alone.
 
 Locally:   torchrun --standalone --nproc-per-node=2 train.py
 On SLURM:  sbatch run.slurm --epochs 10
@@ -43,7 +43,8 @@ def parse_args():
     args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # srun: on this node
     plumbing.check_args(parser, args)
     plumbing.share_batch(args)  # --global-batch, if given, sets --batch-size
-    if "RANK" not in os.environ:  # srun: on_node of run.slurm sets it, and so does torchrun
+    # srun: on_node of run.slurm sets these variables, and so does torchrun
+    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         here = "torchrun --standalone --nproc-per-node=2 train.py"
         parser.error(f"start it with sbatch run.slurm, or on this machine: {here}")
     return args

@@ -747,6 +747,15 @@ def test_home_folder(name: str, tmp_path: Path, option: str) -> None:
     assert not traces(name)
 
 
+def test_job_without_the_environment(lab: Lab) -> None:
+    """`sbatch --export=NONE` gives a job what a fresh login of its user has, and not what sbatch had."""
+    (Path(lab.home) / ".profile").write_text("export FROM_LOGIN=yes\n")
+    words = ["sbatch", "--wait", "--export=NONE", "--output=out", "--wrap=echo $FROM_LOGIN $FROM_SBATCH $HOME"]
+    done = lab.run(words, cwd=lab.home, env={"FROM_SBATCH": "yes"})
+    assert done.returncode == 0, done.stderr
+    assert (Path(lab.home) / "out").read_text() == f"yes {lab.home}\n"
+
+
 def test_user_by_name(name: str, tmp_path: Path) -> None:
     """`--user` names root or another user of the machine; the owner of the current folder is the default."""
     (tmp_path / "lab").symlink_to(ROOT / "lab")

@@ -99,6 +99,16 @@ def write_program(path: Path, script: str) -> None:
     path.chmod(0o755)
 
 
+def write_light(venv: Path, tools: Path) -> str:
+    """Write an environment whose python has a stand-in for torch, in `tools`; return what that python does."""
+    (tools / "torch").mkdir(parents=True)
+    for name, text in STAND_IN.items():
+        (tools / "torch" / name).write_text(text)
+    python = f'PYTHONPATH={tools} exec {sys.executable} "$@"'
+    write_program(venv / "bin" / "python", python)
+    return python
+
+
 class Run:
     """A finished job: its rows as {check: (result, status, advice)}, its whole log and its exit status."""
 
@@ -115,11 +125,7 @@ class Place:
 
     def __init__(self, lab: Lab, folder: Path, tools: Path) -> None:
         self.lab, self.folder, self.light = lab, folder, tools / "light"
-        self.light_python = f'PYTHONPATH={tools} exec {sys.executable} "$@"'
-        (tools / "torch").mkdir()
-        for name, text in STAND_IN.items():
-            (tools / "torch" / name).write_text(text)
-        write_program(self.light / "bin" / "python", self.light_python)
+        self.light_python = write_light(self.light, tools)
         hand_over(tools)
 
     def submit(

@@ -24,7 +24,7 @@ from harness.jobs import SETTINGS, hand_over, on_this_machine_only, sbatch
 from harness.launchers import ROOT, copy_example
 from harness.processes import wait_until
 from lab import Lab, Wanted, faults, why_not
-from tests.repo.test_preflight import STAND_IN, write_program
+from tests.repo.test_preflight import write_light
 
 pytestmark = [pytest.mark.slurm]
 needs_lab = pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
@@ -92,11 +92,7 @@ class Place:
 
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.lab, self.folder = lab, folder
-        (folder / "tools" / "torch").mkdir(parents=True)
-        for name, text in STAND_IN.items():
-            (folder / "tools" / "torch" / name).write_text(text)
-        python = f'PYTHONPATH={folder}/tools exec {sys.executable} "$@"'
-        write_program(folder / "light" / "bin" / "python", python)
+        write_light(folder / "light", folder / "tools")
 
     def submit(self, repository: Path, *options: str, venv: str | Path = "", **variables: str) -> str:
         """Submit a trial by the page's line; return the job's id."""

@@ -98,7 +98,8 @@ one_task_on_one_node() {
         fail "$tasks tasks on $SLURM_JOB_NUM_NODES nodes: spawn needs --nodes=1 --ntasks-per-node=1"
 }
 
-# For Lightning: refuse numbers of tasks with which it would wait forever.
+# Where each task is one process: refuse numbers of tasks that leave GPUs out, or that may differ by
+# node, with which Lightning would wait forever.
 one_task_per_process() {
     [[ "${SLURM_NTASKS_PER_NODE:-}" && "$gpus" =~ ^(0|"$SLURM_NTASKS_PER_NODE")$ ]] ||
         fail "#SBATCH --ntasks-per-node must be there, equal to --gpus-per-node if there are \
