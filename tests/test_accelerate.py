@@ -27,6 +27,7 @@ def test_bad_input(example: str, folder: Path) -> None:
     refusals.assert_arguments_refused(folder, texts)
 
 
+@pytest.mark.runs("weekly")
 def test_own_words_count(example: str, folder: Path, reference: Reference) -> None:
     """Neither a variable in the environment nor a timeout that is accelerate's own default has it choose another."""
     line = "    # Train.\n"

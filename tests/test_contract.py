@@ -16,6 +16,8 @@ from harness.processes import wait_until
 from harness.runs import Reference
 
 EPOCHS = 5  # of a run with the default settings
+# Their checkpoints are those of torchrun_multinode or of lightning, whose ordinary tests hold for them.
+SAVED_AS_OTHERS = ("accelerate", "horovod_lightning", "torchrun_vision")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -175,6 +177,7 @@ def test_scaled_learning_rate(example: str, folder: Path, reference: Reference) 
 
 
 @pytest.mark.runs("smoke", "ddp_spawn", "torchrun_multinode")
+@pytest.mark.runs("weekly", *SAVED_AS_OTHERS)
 def test_killed_and_resumed(example: str, folder: Path, reference: Reference) -> None:
     """SIGKILL to all processes at a random moment, and --resume: the same bits, no row twice or missing.
 
@@ -517,6 +520,7 @@ def test_bad_input(example: str, finished: Path) -> None:
     assert (content(output), content(truncated)) == before
 
 
+@pytest.mark.runs("weekly", *SAVED_AS_OTHERS)
 def test_bad_checkpoint(example: str, finished: Path) -> None:
     """One bit has changed: with its launcher and 2 processes, too, a run ends with one clear line and in time."""
     output = finished / "output"

@@ -55,7 +55,7 @@ def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -
     outputs.assert_same_run(folder / "output", reference.output)
 
 
-@pytest.mark.parametrize("every", ["1", "0.001min"])
+@pytest.mark.parametrize("every", ["1", pytest.param("0.001min", marks=pytest.mark.runs("weekly"))])
 def test_worker_killed_and_started_again(example: str, folder: Path, reference: Reference, every: str) -> None:
     """SIGKILL to one worker in mid-epoch: torchrun starts the group again, which continues from that epoch's steps.
 

@@ -434,6 +434,7 @@ def test_from_nothing_to_a_job(name: str, tmp_path: Path) -> None:
     assert run_lines([down], tmp_path / "clone") == "lab: ended\n"
 
 
+@pytest.mark.runs("weekly")  # test_from_nothing_to_a_job has the first of these commands
 def test_readme(name: str, tmp_path: Path) -> None:
     """Each command in the lab's README does what stands beside it."""
     share = repository(tmp_path / "clone")
@@ -475,6 +476,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason and "no-such-program" in reason and "apt-get install" in reason
 
 
+@pytest.mark.runs("weekly")  # test_trial.py and test_preflight.py cut off nodes in ordinary tests
 def test_faults(name: str, tmp_path: Path) -> None:
     """A node cut off, and one whose slurmd has stopped, go down and come back; the job on them is requeued."""
     with Lab(Wanted(nodes=3, name=name, share=[tmp_path])) as lab:

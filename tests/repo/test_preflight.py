@@ -393,6 +393,7 @@ def test_another_python(place: Place, other_python: Callable[[str], Path]) -> No
 
 
 @needs_lab
+@pytest.mark.runs("weekly")
 def test_no_python(place: Place, other_python: Callable[[str], Path]) -> None:
     run = place.run(venv=other_python("/nonexistent/python"))
     assert {"answers", "reduce"} <= run.failed and run.status != 0, run.log

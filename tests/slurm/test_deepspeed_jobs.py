@@ -14,6 +14,7 @@ from lab import Lab
 pytestmark = [pytest.mark.slurm, pytest.mark.only("deepspeed")]
 
 
+@pytest.mark.runs("weekly")
 def test_stage_3_on_two_nodes(
     example: str,
     source: Path,

@@ -23,7 +23,7 @@ def ask_for_stacks(lab: Lab, job: Job) -> None:
     lab.run(["scancel", "--signal=USR2", "--batch", job.id], check=True)
 
 
-@pytest.mark.runs("one")
+@pytest.mark.runs("weekly")  # test_stacks is ordinary, and so is a hang in a job, below
 def test_stacks_of_a_job(
     example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]
 ) -> None:

@@ -159,7 +159,8 @@ def test_slow_disk(example: str, source: Path, lab: Lab, tmp_path: Path) -> None
 
 
 @pytest.mark.runs("patterns")
-@pytest.mark.runs("weekly", "deepspeed", "lightning")  # torchrun_multinode and ddp_spawn have their launchers
+@pytest.mark.runs("weekly", "deepspeed", "lightning")  # srun_multinode and ddp_spawn have their launchers
+@pytest.mark.runs("weekly", "torchrun_multinode")  # test_preempted is ordinary, and so is a worker killed
 def test_preempted_and_killed(
     example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]
 ) -> None:
@@ -197,7 +198,7 @@ def preempt_and_kill(job: Job) -> None:
 
 
 @pytest.mark.only(*HOROVOD)
-@pytest.mark.runs("weekly", "horovod_lightning", "horovod_tensorflow")
+@pytest.mark.runs("weekly")  # a run over Gloo is an ordinary test of each example of Horovod
 def test_gloo_instead_of_mpi(
     example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]
 ) -> None:

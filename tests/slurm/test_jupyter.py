@@ -266,7 +266,7 @@ TRAINING = {
 }
 
 
-@pytest.mark.runs("weekly", "lightning", "lora")
+@pytest.mark.runs("weekly")  # the ordinary tests open servers and run cells
 @pytest.mark.only(*TRAINING)
 def test_training_from_a_notebook(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """The README's launchers work in a notebook inside an allocation, or fail as it says; so do `!...` and sbatch."""
