@@ -4,10 +4,7 @@
 # ///
 """The checks of this repository: `nox -l` lists them, `nox -s smoke` shows on a laptop that the examples work."""
 
-import functools
-import json
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -49,57 +46,23 @@ def install(session: nox.Session, folder: Path) -> None:
         session.run("bash", str(folder / "install.sh"), external=True)
 
 
-@functools.cache
-def temporary_folder() -> tempfile.TemporaryDirectory:
-    """Return a folder that is removed when nox ends."""
-    return tempfile.TemporaryDirectory(prefix="references-")
-
-
-def references() -> str:
-    """Return the folder of the reference runs: REFERENCES, in which `.ci/run` keeps them, or one for this nox."""
-    return os.environ.get("REFERENCES") or temporary_folder().name
-
-
-def releases() -> dict[str, str]:
-    """Return other releases of PyTorch to test with, and the torchvision of each: preflight's, and one more."""
-    table = json.loads((ROOT / "preflight" / "releases.json").read_text())
-    wheels = [row["wheel"] for row in table["nvidia"] if row["wheel"]] + [table["tested_besides"]]
-    return {torch: torchvision for torch, torchvision, _ in wheels}
-
-
-def other_release(session: nox.Session, folder: Path) -> list[str]:
-    """Have requirements.txt pin the PyTorch of `-- --torch 2.9.1`; return what else follows `--`, which is pytest's."""
-    arguments = list(session.posargs)
-    if "--torch" not in arguments:
-        return arguments
-    at = arguments.index("--torch")
-    release = "".join(arguments[at + 1 : at + 2])
-    if release not in releases():
-        session.error(f"--torch {release}: choose from {', '.join(releases())}")
-    pins = (folder / "requirements.txt").read_text()
-    pins = re.sub(r"^torch==\S+", f"torch=={release}", pins, flags=re.MULTILINE)
-    pins = re.sub(r"^torchvision==\S+", f"torchvision=={releases()[release]}", pins, flags=re.MULTILINE)
-    (folder / "requirements.txt").write_text(pins)
-    return arguments[:at] + arguments[at + 2 :]
-
-
 def run_tests(session: nox.Session, example: str, kind: str) -> None:
     """Copy an example out of the repository, install it there, and run its tests of a kind."""
     if sys.platform != "linux":
         session.error("the tests find the processes of a run in /proc, so they need Linux; `train` does not")
     with tempfile.TemporaryDirectory(prefix=f"{example}-") as temporary:
         folder = copy_example(ROOT / "examples" / example, Path(temporary, example))
-        arguments = other_release(session, folder)
+        arguments = sessions.other_release(session, folder)
         install(session, folder)
         # It trains before the tests' packages are there, which could hide that the example lacks one. So does --help,
         # which also compiles the modules: jobs, another user's, could not keep them.
         if kind == "smoke":
-            session.run("python", "-m", "harness.reference", example, str(folder), references())
+            session.run("python", "-m", "harness.reference", example, str(folder), sessions.references())
         elif not Path(session.virtualenv.location).is_symlink():  # `.ci/run` links to that in which smoke has trained
             session.run("python", str(folder / "train.py"), "--help", silent=True)
         if not LAUNCHERS[example].pytorch:
             session.install("-r", "examples/ddp_spawn/requirements.txt")  # the tests compute with PyTorch
-        options = [f"--example={example}", f"--folder={folder}", f"--references={references()}"]
+        options = [f"--example={example}", f"--folder={folder}", f"--references={sessions.references()}"]
         pytest(session, kind, *options, *arguments, example=example)
 
 
@@ -197,20 +160,6 @@ def measure(session: nox.Session, *arguments: str) -> None:
     session.run("python", "-m", *arguments)
 
 
-def own_environment(session: nox.Session, example: str) -> Path:
-    """Make an environment, once, for an example that cannot share one with the others; return its folder."""
-    folder = Path(session.virtualenv.location).resolve().with_name(f"bench-{example}")
-    source = ROOT / "examples" / example
-    if not (folder / "made").exists():
-        session.run("python", "-m", "venv", "--clear", str(folder))
-        session.run(f"{folder}/bin/pip", "install", "-q", "-r", f"{source}/requirements.txt", external=True)
-        # By `env`, since nox puts the session's own environment before a PATH that it is given.
-        path = (f"PATH={folder}/bin:{os.environ['PATH']}", f"VIRTUAL_ENV={folder}")
-        session.run("env", *path, "bash", f"{source}/install.sh", external=True)
-        (folder / "made").touch()
-    return folder
-
-
 @nox.session
 def compare(session: nox.Session) -> None:
     """Train with every example and compare weights, losses and costs: results/local.* (`-- --slurm`: job.*)."""
@@ -227,7 +176,7 @@ def bench(session: nox.Session) -> None:
         return
     session.install("-r", "benchmarks/requirements-peers.txt")
     alone = [name for name in EXAMPLES if not LAUNCHERS[name].pytorch]
-    venvs = [f"--venv={name}={own_environment(session, name)}" for name in alone]
+    venvs = [f"--venv={name}={sessions.own_environment(session, name)}" for name in alone]
     measure(session, "benchmarks.peers", *venvs, *arguments)
 
 
@@ -250,10 +199,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy", ".")
-    scripts = [".ci/run", *map(str, Path().glob("plumbing/*.sh")), *map(str, Path().glob("*/*.slurm"))]
-    scripts += map(str, Path().glob("examples/*/*.sh"))
-    scripts += map(str, Path().glob("examples/*/more/*.sh"))
-    scripts += map(str, Path().glob("examples/*/*.slurm"))
+    scripts = sessions.shell_scripts()
     session.run("shellcheck", "--shell=bash", *scripts)
     for script in scripts:
         session.run("bash", "-n", script, external=True, silent=True)

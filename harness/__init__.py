@@ -12,7 +12,7 @@ readme      the commands of a README
 jobs        an example's run.slurm in the lab
 notebooks   a job of jupyter/run.slurm in the lab
 browser     JupyterLab as a user sees it
-sessions    what noxfile.py tells pytest, and what it decides by the machine
+sessions    what the sessions of noxfile.py are made of, and what they decide by the machine
 copies      what stands in several example folders, and is held to be the same
 
 launchers, processes, sessions and copies import nothing but the standard library: nox's own environment has nothing

@@ -1,15 +1,23 @@
-"""What noxfile.py tells pytest, and what it decides by the machine: workers, the build of PyTorch, Horovod's wheel."""
+"""What the sessions of noxfile.py are made of: what they tell pytest, and what they decide by the machine.
+
+That is the number of workers, the build of PyTorch, and whether Horovod has been built.
+"""
 
 import functools
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from harness.launchers import ROOT
+
+if TYPE_CHECKING:
+    import nox
 
 
 def workers(cores: int, gigabytes: float) -> int:
@@ -100,3 +108,57 @@ def horovod_is_built(example: str, python: str) -> bool:
     version, recipe = (re.search(rf"^{name}=(\S+)", script, re.MULTILINE)[1] for name in ("version", "recipe"))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "horovod-wheels")
     return any(cache.glob(f"{version}-{recipe}-{framework[1]}{framework[2]}*-py{python}-*/*.whl"))
+
+
+@functools.cache
+def temporary_folder() -> tempfile.TemporaryDirectory:
+    """Return a folder that is removed when nox ends."""
+    return tempfile.TemporaryDirectory(prefix="references-")
+
+
+def references() -> str:
+    """Return the folder of the reference runs: REFERENCES, in which `.ci/run` keeps them, or one for this nox."""
+    return os.environ.get("REFERENCES") or temporary_folder().name
+
+
+def releases() -> dict[str, str]:
+    """Return other releases of PyTorch to test with, and the torchvision of each: preflight's, and one more."""
+    table = json.loads((ROOT / "preflight" / "releases.json").read_text())
+    wheels = [row["wheel"] for row in table["nvidia"] if row["wheel"]] + [table["tested_besides"]]
+    return {torch: torchvision for torch, torchvision, _ in wheels}
+
+
+def other_release(session: "nox.Session", folder: Path) -> list[str]:
+    """Have requirements.txt pin the PyTorch of `-- --torch 2.9.1`; return what else follows `--`, which is pytest's."""
+    arguments = list(session.posargs)
+    if "--torch" not in arguments:
+        return arguments
+    at = arguments.index("--torch")
+    release = "".join(arguments[at + 1 : at + 2])
+    if release not in releases():
+        session.error(f"--torch {release}: choose from {', '.join(releases())}")
+    pins = (folder / "requirements.txt").read_text()
+    pins = re.sub(r"^torch==\S+", f"torch=={release}", pins, flags=re.MULTILINE)
+    pins = re.sub(r"^torchvision==\S+", f"torchvision=={releases()[release]}", pins, flags=re.MULTILINE)
+    (folder / "requirements.txt").write_text(pins)
+    return arguments[:at] + arguments[at + 2 :]
+
+
+def own_environment(session: "nox.Session", example: str) -> Path:
+    """Make an environment, once, for an example that cannot share one with the others; return its folder."""
+    folder = Path(session.virtualenv.location).resolve().with_name(f"bench-{example}")
+    source = ROOT / "examples" / example
+    if not (folder / "made").exists():
+        session.run("python", "-m", "venv", "--clear", str(folder))
+        session.run(f"{folder}/bin/pip", "install", "-q", "-r", f"{source}/requirements.txt", external=True)
+        # By `env`, since nox puts the session's own environment before a PATH that it is given.
+        path = (f"PATH={folder}/bin:{os.environ['PATH']}", f"VIRTUAL_ENV={folder}")
+        session.run("env", *path, "bash", f"{source}/install.sh", external=True)
+        (folder / "made").touch()
+    return folder
+
+
+def shell_scripts() -> list[str]:
+    """Return the paths of what bash runs; the examples' copies of plumbing/ are left out."""
+    patterns = ("plumbing/*.sh", "*/*.slurm", "examples/*/*.sh", "examples/*/more/*.sh", "examples/*/*.slurm")
+    return [".ci/run", *(str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern)))]

@@ -6,7 +6,6 @@ import ctypes
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import torch
 import yaml
 
 from benchmarks import measure
-from harness import edits, outputs, readme, refusals, runs
+from harness import edits, outputs, readme, refusals, runs, sessions
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
 from harness.processes import clean_environment
 from lab import tree
@@ -44,14 +43,14 @@ def test_train_names_the_examples() -> None:
 
 
 def test_documents() -> None:
-    """Each example has a row in README.md's table, in the order of names; documents name real sessions."""
+    """Each example has a row in README.md's table, in the order of names; documents name real listed."""
     front_page = (ROOT / "README.md").read_text()
     assert sorted(LAUNCHERS) == EXAMPLES
     assert re.findall(r"^\| \[(\w+)\]\(examples/\1\) \|", front_page, re.MULTILINE) == EXAMPLES
-    sessions = runs.nox(ROOT, "--list").stdout
+    listed = runs.nox(ROOT, "--list").stdout
     documents = "".join(path.read_text() for path in readme.DOCUMENTS)
     named = set(re.findall(r"nox -s \"?(\w+)", documents))
-    assert named and all(re.search(rf"^[*-] {name}\b", sessions, re.MULTILINE) for name in named), (named, sessions)
+    assert named and all(re.search(rf"^[*-] {name}\b", listed, re.MULTILINE) for name in named), (named, listed)
 
 
 def unheld(text: str) -> list[str]:
@@ -251,13 +250,12 @@ def test_hosted_workflow(hosted: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_hosted_commands(hosted: dict[str, Any]) -> None:
-    """What the workflow asks noxfile.py for: the releases of PyTorch that it knows, with the examples that claim them.
+    """What the workflow asks nox for: the releases of PyTorch that it knows, with the examples that claim them.
 
     What it asks .ci/run for, test_ci_run.py shows.
     """
-    noxfile = runpy.run_path(str(ROOT / "noxfile.py"))
     pins = (ROOT / "examples" / "ddp_spawn" / "requirements.txt").read_text()
-    others = {release for release in noxfile["releases"]() if f"torch=={release}\n" not in pins}
+    others = {release for release in sessions.releases() if f"torch=={release}\n" not in pins}
     assert set(hosted["jobs"]["releases"]["strategy"]["matrix"]["torch"]) == others
     (script,) = [step["run"] for step in hosted["jobs"]["releases"]["steps"] if "--torch" in step.get("run", "")]
     ask = script[script.index("names=") : script.index(".venv/bin/nox")] + "printf '%s ' \"${sessions[@]}\""
