@@ -43,7 +43,7 @@ def test_train_names_the_examples() -> None:
 
 
 def test_documents() -> None:
-    """Each example has a row in README.md's table, in the order of names; documents name real listed."""
+    """Each example has a row in README.md's table, in the order of names; documents name real sessions."""
     front_page = (ROOT / "README.md").read_text()
     assert sorted(LAUNCHERS) == EXAMPLES
     assert re.findall(r"^\| \[(\w+)\]\(examples/\1\) \|", front_page, re.MULTILINE) == EXAMPLES
