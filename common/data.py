@@ -130,11 +130,18 @@ def download(name: str, data_dir: str) -> Path:
     return folder
 
 
-def checked(sample, index: int, shape: tuple, label_shape: tuple = (), classes: int | None = None):
+def checked(
+    sample,
+    index: int,
+    shape: tuple,
+    label_shape: tuple = (),
+    classes: int | None = None,
+    ignored: int | None = None,
+):
     """Return a sample, an image and its label, if a batch can take it.
 
-    A batch would stretch one of another shape. Labels are whole numbers below `classes`, or without
-    that any finite ones. Raises DataError.
+    A batch would stretch one of another shape. Labels are whole numbers below `classes`, or
+    `ignored`, which the loss leaves out; without `classes` any finite ones. Raises DataError.
     """
     returns = f"own_data.py: sample({index}) returns"
     try:
@@ -157,11 +164,15 @@ def checked(sample, index: int, shape: tuple, label_shape: tuple = (), classes: 
     if classes is None:
         return image, label
     numbers = label.long()
+    if ignored is not None:
+        numbers = numbers.where(numbers != ignored, 0)
     if label.is_floating_point() or numbers.min() < 0 or numbers.max() >= classes:
         range_of_all = f"{label.min()} to {label.max()} ({label.dtype})"
         found = range_of_all if label.ndim else repr(label.item())
-        expected = f"whole numbers from 0 to {classes - 1}"
-        raise DataError(f"{returns} the label {found}; expected {expected}, see CLASSES")
+        expected = f"whole numbers from 0 to {classes - 1}, see CLASSES"
+        if label.ndim and label.max() == 255:
+            expected += ", or ignored=255 if these pixels do not count"
+        raise DataError(f"{returns} the label {found}; expected {expected}")
     return image, label
 
 

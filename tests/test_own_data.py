@@ -287,6 +287,22 @@ def test_right_samples(tmp_path: Path, text: str) -> None:
     assert (images.shape, str(images.dtype), labels.tolist()) == ((2, 1, 28, 28), "torch.float32", [3, 3])
 
 
+def test_ignored() -> None:
+    """A mask with 255 is refused with a line that says how to leave these pixels out, and then taken, but no 254."""
+    import torch
+
+    from common import data
+
+    image, mask = torch.rand(3, 2, 2), torch.tensor([[0, 2], [255, 255]], dtype=torch.uint8)
+    words = (0, (3, 2, 2), (2, 2), 3)
+    with pytest.raises(data.DataError, match=r"0 to 255 .*expected whole numbers from 0 to 2, .*ignored=255"):
+        data.checked((image, mask), *words)
+    assert data.checked((image, mask), *words, ignored=255)[1].tolist() == mask.tolist()
+    mask[0, 0] = 254
+    with pytest.raises(data.DataError, match=r"2 to 255 "):
+        data.checked((image, mask), *words, ignored=255)
+
+
 BATCHES = {
     "without channel": ("self.images[indices].astype('float32'), self.labels[indices]", "(1, 28, 28)"),
     "0 to 255": ("self.images[indices][..., None], self.labels[indices]", "uint8"),

@@ -15,6 +15,39 @@ from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
 OWN = ("own_data", "own_model")  # files of the examples that train the ConvNet
 
 
+# Random augmentation, of which each process that reads samples notes the numbers that it has drawn.
+NOTE = """        with open(f"draws/{os.getpid()}", "a") as file:
+            print(*draws, file=file, sep="\\n")
+"""
+DRAWS = {  # by what own_data.py computes with; without the sample that load() looks at
+    "torch": (
+        "        return torch.from_numpy(self.images[index])[None] / 255, int(self.labels[index])\n",
+        "        draws = torch.randint(2**62, (int(bool(torch.utils.data.get_worker_info())),)).tolist()\n"
+        f"{NOTE}        image = torch.from_numpy(self.images[index])[None] / 255\n"
+        "        return image * (0.9 + sum(draws) / 2**63), int(self.labels[index])\n",
+    ),
+    "tensorflow": (
+        '        return images, self.labels[indices].astype("int64")\n',
+        "        draws = np.random.randint(2**62, size=len(indices) * (len(indices) > 1))\n"
+        f'{NOTE}        return images, self.labels[indices].astype("int64")\n',
+    ),
+}
+
+
+def augment_at_random(example: str, folder: Path) -> None:
+    """Have own_data.py draw a number for each sample, and note it."""
+    old, new = DRAWS["torch" if LAUNCHERS[example].pytorch else "tensorflow"]
+    edit(folder / "own_data.py", old, new)
+    edit(folder / "own_data.py", "from pathlib import Path\n", "import os\nfrom pathlib import Path\n")
+    (folder / "draws").mkdir()
+
+
+def assert_drawn_once(folder: Path, epochs: int) -> None:
+    """Check that no process, and no worker of it, has drawn the numbers of another, or those of another epoch."""
+    draws = [line for path in (folder / "draws").iterdir() for line in path.read_text().split()]
+    assert len(draws) >= epochs * 1438 * 0.9 and len(set(draws)) == len(draws), (len(draws), len(set(draws)))
+
+
 def make_it_yours(folder: Path) -> None:
     """Apply all recipes of an example's README to its copy, and write the data that own_data.py reads."""
     for text in readme.fences(folder / "README.md", "diff"):
@@ -69,18 +102,29 @@ def test_own_data_py(example: str, folder: Path) -> None:
 @pytest.mark.runs("one")
 @pytest.mark.only("convnet")
 def test_own_data_and_own_model(example: str, folder: Path) -> None:
-    """With both recipes the example learns: a model with BatchNorm and dropout, single samples, loader workers."""
+    """With both recipes the example learns: a model with BatchNorm and dropout, single samples, loader workers.
+
+    What these draw at random, such as for augmentation, differs in all processes and epochs, as nowhere by itself: each
+    process has the same seed, from which its workers have theirs.
+    """
     make_it_yours(folder)
+    augment_at_random(example, folder)
     runs.train(example, folder, 2, "--epochs", 2, "--output-dir", "output/whole")
     rows = outputs.read_metrics(folder / "output" / "whole")
     assert rows[-1]["test_accuracy"] > 0.8 and rows[-1]["train_loss"] < rows[0]["train_loss"]
+    assert_drawn_once(folder, 2)
 
 
 @pytest.mark.runs("weekly")
 @pytest.mark.only("convnet")
 def test_recipes_resumed(example: str, folder: Path) -> None:
-    """With both recipes, a run that was killed in its second epoch ends with the bits of an uninterrupted one."""
+    """With both recipes, a run that was killed in its second epoch ends with the bits of an uninterrupted one.
+
+    So it does with random augmentation, but for Lightning, and for Horovod, whose workers stay from epoch to epoch.
+    """
     make_it_yours(folder)
+    if LAUNCHERS[example].pytorch and not {"horovod", "lightning"} & {*example.split("_")}:
+        augment_at_random(example, folder)
     runs.train(example, folder, 2, "--epochs", 2, "--output-dir", "output/whole")
     run = runs.start(example, folder, 2, "--epochs", 2, "--output-dir", "output/killed")
     run.read_epoch(1)
@@ -92,10 +136,11 @@ def test_recipes_resumed(example: str, folder: Path) -> None:
 
 
 PAGE, OWN_FILES = ROOT / "docs" / "own-data.md", ROOT / "tests" / "own"
-HEADED = re.compile(r"^For ((?:\w+(?:, | and )?)+)(?:, .*)?:\n\n```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HEADED = re.compile(r"^For ((?:\w+(?:, | and )?)+)(?:, [^\n]*)?:\n\n```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INPUT = "The shape of the input"
 KINDS = {  # folder of tests/own: the page's section, the column of metrics.csv, its bounds and epochs
     "masks": ("Masks: a class for each pixel", "test_iou", (0.8, 1), 15),
+    "border": ("Masks with pixels that do not count", "test_iou", (0.7, 1), 15),
     "regression": ("Regression: a number for each sample", "test_rmse", (0.01, 0.4), 20),
     "texts": ("Texts: inputs by their names", "test_accuracy", (0.9, 1), 4),
     "several_labels": ("Several labels for each sample", "test_accuracy", (0.9, 1), 4),
@@ -108,6 +153,12 @@ def diffs_of(example: str, section: str) -> list[str]:
     (text,) = re.findall(rf"^## {re.escape(section)}$(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(HEADED.findall(text)) == text.count("```diff"), "a diff does not say for which examples it is"
     return [diff for names, diff in HEADED.findall(text) if example in re.findall(r"\w+", names)]
+
+
+def diffs_for(example: str, kind: str) -> list[str]:
+    """Return the diffs of the page for this kind of data and an example; none if the page has none."""
+    diffs = diffs_of(example, KINDS[kind][0])
+    return diffs_of(example, KINDS["masks"][0]) + diffs if kind == "border" and diffs else diffs
 
 
 def use_own_files(folder: Path, kind: str) -> None:
@@ -139,9 +190,10 @@ def measured(folder: Path, kind: str) -> dict[str, float]:
     if kind == "several_labels":
         loss = F.binary_cross_entropy_with_logits(logits, labels)
         return {"test_loss": loss.item(), "test_accuracy": ((logits > 0) == (labels > 0)).double().mean().item()}
-    found, loss = logits.argmax(1), F.cross_entropy(logits, labels).item()
-    if kind != "masks":
+    found, loss = logits.argmax(1), F.cross_entropy(logits, labels, ignore_index=255).item()
+    if kind not in ("masks", "border"):
         return {"test_loss": loss, "test_accuracy": (found == labels).double().mean().item()}
+    found = found.where(labels != 255, 255)
     areas = [((found == n) & (labels == n), (found == n) | (labels == n)) for n in range(data["CLASSES"])]
     overlaps = [(both.sum() / either.sum()).item() for both, either in areas]
     accuracy = (found == labels).double().mean().item()
@@ -151,8 +203,7 @@ def measured(folder: Path, kind: str) -> dict[str, float]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_page_fits(example: str, folder: Path, kind: str) -> None:
     """The page's diffs apply, after the README's, to each example that they name, and what they make is Python."""
-    section, *_ = KINDS[kind]
-    diffs = diffs_of(example, INPUT) + diffs_of(example, section)
+    diffs = diffs_of(example, INPUT) + diffs_for(example, kind)
     assert bool(diffs) <= (example in NAMED)
     if not diffs:
         return
@@ -177,8 +228,8 @@ def test_own_kind(example: str, folder: Path, kind: str) -> None:
     The numbers of all processes' shards are those that one process computes from model.pt; the printed lines name them.
     Data of another size are refused at a resume.
     """
-    section, column, (least, most), epochs = KINDS[kind]
-    diffs = diffs_of(example, section)
+    _, column, (least, most), epochs = KINDS[kind]
+    diffs = diffs_for(example, kind)
     if not diffs and kind != "texts":
         return
     use_own_files(folder, kind)
@@ -197,6 +248,12 @@ def test_own_kind(example: str, folder: Path, kind: str) -> None:
     line = {"test_accuracy": f"| test acc {row[column]:7.2%} |"}.get(column)
     assert (line or f"| {column.replace('_', ' ')} {row[column]:.4f} |") in run.stdout, run.stdout
     assert ("test acc" in run.stdout) == (column == "test_accuracy")
+    if kind == "border":  # whose model two processes train as one does, though other numbers of their pixels count
+        for processes in (1, 2):
+            words = ("--epochs", 1, "--batch-size", 32 // processes, "--precision", "fp64")
+            runs.train(example, folder, processes, *words, "--output-dir", f"output/{processes}")
+        one, two = (outputs.read_model(folder / "output" / number) for number in "12")
+        assert outputs.largest_difference(one, two) < 1e-9
     if kind != "regression":
         return
     edit(folder / "own_data.py", "ROWS = 1280", "ROWS = 1281")

@@ -81,7 +81,7 @@ def main(local_rank, world_size, port):
     batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
 
-    torch.manual_seed(SEED)
+    torch.manual_seed(SEED + rank)  # ddp: all get the weights of rank 0 below
     model = ConvNet().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LR)
     # ddp: gives all processes the weights of rank 0, and averages gradients in backward()

@@ -62,6 +62,8 @@ def setup(args, local_rank, port):
 
 def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
     """Train to the end of an epoch; return the mean loss, the samples of all, and seconds."""
+    # ddp: other random numbers in each process and epoch, as for augmentation in loader workers
+    torch.manual_seed(args.seed + progress["step"] * args.world_size + dist.get_rank())
     ddp_model.train()
     start = time.perf_counter()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
@@ -148,7 +150,7 @@ def main(local_rank, args, port):
     test_loader = DataLoader(test_set, sampler=batches, **loading)
 
     # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed + rank)  # ddp: all get the weights of rank 0 below
     model = ConvNet().to(device, WEIGHT_DTYPES[args.precision])
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=device.type == "cuda")
     progress = resume(args, model, optimizer)

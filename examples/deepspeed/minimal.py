@@ -87,7 +87,7 @@ def main():
     batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
 
-    torch.manual_seed(SEED)
+    torch.manual_seed(SEED + rank)  # deepspeed: all get the weights of rank 0 below
     model = ConvNet()
     # deepspeed: the engine moves the model to a GPU if there is one, and has CONFIG's optimizer
     parameters = model.parameters()

@@ -78,6 +78,8 @@ def setup(args):
 
 def train_one_epoch(args, engine, train_loader, device):
     """Train to the end of an epoch; return the mean loss, the samples of all, and seconds."""
+    # deepspeed: other random numbers in each process and epoch, as for augmentation
+    torch.manual_seed(args.seed + engine.global_steps * args.world_size + dist.get_rank())
     engine.train()
     start = time.perf_counter()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples

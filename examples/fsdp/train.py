@@ -268,9 +268,8 @@ def main(args):
     plumbing.prepare_process(args)
     shards.ignore_warnings()
     device, mesh = setup(args)
-    group_rank = (
-        dist.get_rank() // args.tensor_parallel
-    )  # tensor: of a group, all have the same samples
+    # tensor: all processes of a group have the same samples
+    group_rank = dist.get_rank() // args.tensor_parallel
 
     # Data (yours: see README.md). The sampler yields all indices of a batch and the data set
     # returns the whole batch, so DataLoader must not collect samples: batch_size=None.
@@ -301,6 +300,7 @@ def main(args):
     sharded_model.print_mesh(args, model, progress)
     for epoch in range(len(progress["history"]), args.epochs):
         sampler.set_epoch(epoch)  # fsdp: shuffles anew; each process takes its part of one order
+        torch.manual_seed(args.seed + progress["step"] * args.groups + group_rank)  # fsdp: dropout
         batches = BatchSampler(sampler, args.batch_size, drop_last=True)
         batches = plumbing.batches_left(args, progress, batches)  # if it was stopped in this epoch
         train_loader = DataLoader(train_set, sampler=batches, **loading)

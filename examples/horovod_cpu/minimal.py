@@ -73,7 +73,7 @@ def main():
     batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
 
-    torch.manual_seed(SEED)
+    torch.manual_seed(SEED + rank)  # horovod: all get the weights of rank 0 below
     model = ConvNet()
     optimizer = torch.optim.AdamW(model.parameters(), LR)
     # horovod: averages the gradients over all processes before each step

@@ -66,6 +66,8 @@ def distribute(args, model, optimizer):
 
 def train_one_epoch(args, model, train_loader, optimizer, device, progress):
     """Train to the end of an epoch; return the mean loss, the samples of all, and seconds."""
+    # horovod: other random numbers in each process and epoch, as for augmentation in loader workers
+    torch.manual_seed(args.seed + progress["step"] * args.world_size + hvd.rank())
     model.train()
     start = time.perf_counter()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
@@ -165,7 +167,7 @@ def main(args):
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
 
     # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed + rank)  # horovod: all get the weights of rank 0 below
     model = ConvNet().to(device, WEIGHT_DTYPES[args.precision])
     optimizer = torch.optim.AdamW(model.parameters(), args.lr)
     optimizer = distribute(args, model, optimizer)

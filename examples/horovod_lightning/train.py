@@ -289,6 +289,8 @@ def main(args):
     model = trainer.precision_plugin.convert_module(model)
     progress = resume(args, trainer, model.model)
     model.progress = progress
+    # horovod: from now on other random numbers in each process, as for augmentation
+    torch.manual_seed(args.seed + progress["step"] * args.world_size + rank)
 
     # Train.
     name = type(model.model).__name__

@@ -92,7 +92,7 @@ def main():
     batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
 
-    torch.manual_seed(SEED)
+    torch.manual_seed(SEED + rank)  # ddp: all get the weights of rank 0 below
     model = LitConvNet()
     trainer.fit(model, train_loader, test_loader)
     if rank == 0:  # ddp: all processes have the same weights; one writes them

@@ -222,12 +222,14 @@ def main(args):
     test_loader = DataLoader(test_set, sampler=batches, **loading)
 
     # Model; fit creates the optimizer, and loads the state of both if the run is resumed.
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed + rank)  # ddp: all get the weights of rank 0 below
     model = LitConvNet(args)
     # lightning: fit would convert the weights to fp64 after it has loaded and rounded a checkpoint
     model = trainer.precision_plugin.convert_module(model)
     progress = resume(args, trainer, model.model)
     model.progress = progress
+    # ddp: from now on other random numbers in each process, as for augmentation
+    torch.manual_seed(args.seed + progress["step"] * args.world_size + rank)
 
     # Train.
     name = type(model.model).__name__

@@ -71,6 +71,8 @@ def setup(args):
 
 def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
     """Train to the end of an epoch; return the mean loss, the samples of all, and seconds."""
+    # ddp: other random numbers in each process and epoch, as for augmentation in loader workers
+    torch.manual_seed(args.seed + progress["step"] * args.world_size + dist.get_rank())
     ddp_model.train()
     start = time.perf_counter() - progress["seconds"]
     # Loss and samples. The same tensor is in progress: what is added here is also in a checkpoint.
@@ -188,7 +190,7 @@ def main(args):
     test_loader = DataLoader(test_set, sampler=batches, **loading)
 
     # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed + rank)  # ddp: all get the weights of rank 0 below
     model = ConvNet().to(device, WEIGHT_DTYPES[args.precision])
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=device.type == "cuda")
     progress = resume(args, model, optimizer, device)
