@@ -45,6 +45,10 @@ prepare() {
     IFS=, read -ra list <<<"${SLURM_JOB_GPUS:-}"  # SLURM before 21.08 has no number, only this list
     export gpus="${SLURM_GPUS_ON_NODE:-${#list[@]}}"
     export SLURM_GPUS_ON_NODE="$gpus"
+    # CUDA shows each process the first slice alone, and NCCL connects whole GPUs only.
+    [[ "${CUDA_VISIBLE_DEVICES:-}" != MIG-* || $((gpus * SLURM_JOB_NUM_NODES)) -le 1 ]] ||
+        fail "processes on $((gpus * SLURM_JOB_NUM_NODES)) slices of GPUs (MIG) cannot train \
+together: ask for one slice with --nodes=1, or for whole GPUs"
     trap show_stacks USR2        # scancel --signal=USR2 --batch JOBID
     claim_folder
     keep_program                 # in $code
