@@ -115,6 +115,24 @@ share_cores() {
     export OMP_NUM_THREADS="$((SLURM_CPUS_PER_TASK > $1 ? SLURM_CPUS_PER_TASK / $1 : 1))"
 }
 
+# Have torchrun keep each process on the cores near its GPU, if $1 is one of its words for that;
+# refuse what it would end with a traceback.
+bind_cores() {
+    export NUMA="$1"
+    [[ "$NUMA" ]] || return 0
+    [[ "$NUMA" =~ ^(node|socket|exclusive|core-complex)$ ]] ||
+        fail "NUMA=$NUMA: it has to be node, socket, exclusive or core-complex"
+    [[ "$gpus" -gt 0 ]] || fail "NUMA=$NUMA is for cores near a GPU, but this job has no GPUs"
+    local find="import os, shutil
+from importlib.util import find_spec
+torch = os.path.dirname(find_spec('torch').origin)
+os.path.exists(torch + '/numa') or exit('PyTorch 2.9 or newer')
+shutil.which('numactl') or exit('the program numactl, which is not installed')"
+    local found
+    found="$(in_image python -c "$find" 2>&1)" ||
+        fail "NUMA=$NUMA needs ${found##*$'\n'} in ${IMAGE:-$VENV or on $(uname -n)}"
+}
+
 # Print this node's own address on the way to the host $1.
 own_address() {
     route="$(ip -4 route get "$(getent ahostsv4 "$1" | sed -n '1s/ .*//p')")" || return 1
