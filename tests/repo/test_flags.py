@@ -77,11 +77,13 @@ for program in sys.argv[1:]:
 """
 # Of programs that are not ours, and of DeepSpeed, which adds its own to train.py.
 FOREIGN = {
-    "SLURM": "account array batch bind-to chdir comment constraint cpus-per-gpu cpus-per-task dependency exclude "
-    "exclusive export format gpu-bind gpus gpus-per-node gpus-per-task gres hint jobid job-name kill-on-bad-exit me "
-    "mem mem-per-cpu mem-per-gpu mpi network no-kill no-requeue nodelist nodes ntasks ntasks-per-node open-mode output "
-    "overlap partition pty qos requeue signal start step threads-per-core time tmp tres-per-task wait",
-    "launchers": "gloo local_addr max-restarts module nnodes nproc-per-node rdzv-backend rdzv-endpoint standalone",
+    "SLURM": "account array batch bind-to chdir comment constraint cpu-bind cpus-per-gpu cpus-per-task dependency "
+    "distribution exclude exclusive export format gpu-bind gpus gpus-per-node gpus-per-task gres gres-flags hint jobid "
+    "job-name kill-on-bad-exit me mem mem-per-cpu mem-per-gpu mpi network no-kill no-requeue nodelist nodes ntasks "
+    "ntasks-per-node open-mode output overlap partition pty qos requeue signal start step threads-per-core time tmp "
+    "tres-per-task wait",
+    "launchers": "enable_cpu_affinity gloo local_addr max-restarts module nnodes nproc-per-node rdzv-backend "
+    "rdzv-endpoint standalone",
     "pip, uv, venv": "compile-bytecode find-links force-reinstall index-url no-build-isolation no-cache-dir no-deps "
     "no-index prefix reinstall requirement system-site-packages upgrade",
     "containers": "bind fakeroot image nv pid privileged rocm",

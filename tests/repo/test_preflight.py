@@ -715,6 +715,18 @@ def test_gpus(
     assert row[1] == status and advice in row[2]
 
 
+@pytest.mark.parametrize(("asked", "nodes", "status"), [(1, 1, "ok"), (2, 1, "FAIL"), (1, 2, "FAIL")])
+def test_slices(
+    verdict: ModuleType, job: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, asked: int, nodes: int, status: str
+) -> None:
+    """Of a GPU's slices (MIG), of which a process sees the first, a job can have one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(["MIG-0f0f0f0f-0000-0000-0000-000000000000"] * asked))
+    report = {"asked_gpus": asked, "GPUS_PER_TASK": None, "TRES_PER_TASK": None, "cuda": 1, "gpus": ["580.65"]}
+    report |= {"torch": "2.15.0", "build": "CUDA 13.2", "gpu_problem": ""}
+    row = verdict.judge("gpus", [report | {"node": f"node{number}"} for number in range(nodes)], job)
+    assert row[1] == status and ("one slice with --nodes=1" in row[2]) == (status == "FAIL")
+
+
 ENOUGH = {"files": (1024, 524288), "locked": (8 << 20, 8 << 20), "processes": (127000, 127000), "pids": -1}
 FILES, THREADS_ADVICE = "LimitNOFILE of slurmd's service", "LimitNPROC of slurmd's service"
 LIMITS: dict[str, tuple[dict[str, Any], str, list[str]]] = {  # what differs from that; the status; what the row says

@@ -318,6 +318,12 @@ REFUSED = {  # what is changed in run.slurm, options of sbatch, variables, what 
     "other tasks": (("^$", ""), ("--ntasks=3",), {"LAUNCH": "gloo"}, ["equally many tasks", "--ntasks-per-node"]),
     "no server": (("RendezvousServer", "NoServer"), (), {"LAUNCH": "gloo"}, ["rendezvous server does not start"]),
     "GPUs in all": (("^$", ""), ("--gpus=2",), {}, ["--gpus-per-node", "--gpus may differ"]),
+    "slices of GPUs": (
+        ("^prepare ", r"export CUDA_VISIBLE_DEVICES=MIG-1,MIG-2\nprepare "),
+        ("--gpus-per-node=2",),
+        {},
+        ["slices of GPUs (MIG) cannot train", "one slice with --nodes=1"],
+    ),
 }
 
 
@@ -331,6 +337,8 @@ def test_refused(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
         if fault == "two tasks" and not by_torchrun(source):  # it is torchrun that starts a node's processes
             continue
         if fault == "GPUs in all" and (header(source, "nodes") == 1 or not LAUNCHERS[example].gpus):
+            continue
+        if fault == "slices of GPUs" and not LAUNCHERS[example].gpus:
             continue
         if "LAUNCH" in variables and example not in HOROVOD:
             continue

@@ -45,6 +45,10 @@ prepare() {
     IFS=, read -ra list <<<"${SLURM_JOB_GPUS:-}"  # SLURM before 21.08 has no number, only this list
     export gpus="${SLURM_GPUS_ON_NODE:-${#list[@]}}"
     export SLURM_GPUS_ON_NODE="$gpus"
+    # CUDA shows each process the first slice alone, and NCCL connects whole GPUs only.
+    [[ "${CUDA_VISIBLE_DEVICES:-}" != MIG-* || $((gpus * SLURM_JOB_NUM_NODES)) -le 1 ]] ||
+        fail "processes on $((gpus * SLURM_JOB_NUM_NODES)) slices of GPUs (MIG) cannot train \
+together: ask for one slice with --nodes=1, or for whole GPUs"
     trap show_stacks USR2        # scancel --signal=USR2 --batch JOBID
     claim_folder
     keep_program                 # in $code
@@ -109,6 +113,24 @@ GPUs; --ntasks will not do"
 # Set OMP_NUM_THREADS for $1 processes, which share the cores of this task.
 share_cores() {
     export OMP_NUM_THREADS="$((SLURM_CPUS_PER_TASK > $1 ? SLURM_CPUS_PER_TASK / $1 : 1))"
+}
+
+# Have torchrun keep each process on the cores near its GPU, if $1 is one of its words for that;
+# refuse what it would end with a traceback.
+bind_cores() {
+    export NUMA="$1"
+    [[ "$NUMA" ]] || return 0
+    [[ "$NUMA" =~ ^(node|socket|exclusive|core-complex)$ ]] ||
+        fail "NUMA=$NUMA: it has to be node, socket, exclusive or core-complex"
+    [[ "$gpus" -gt 0 ]] || fail "NUMA=$NUMA is for cores near a GPU, but this job has no GPUs"
+    local find="import os, shutil
+from importlib.util import find_spec
+torch = os.path.dirname(find_spec('torch').origin)
+os.path.exists(torch + '/numa') or exit('PyTorch 2.9 or newer')
+shutil.which('numactl') or exit('the program numactl, which is not installed')"
+    local found
+    found="$(in_image python -c "$find" 2>&1)" ||
+        fail "NUMA=$NUMA needs ${found##*$'\n'} in ${IMAGE:-$VENV or on $(uname -n)}"
 }
 
 # Print this node's own address on the way to the host $1.
