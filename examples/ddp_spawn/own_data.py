@@ -34,7 +34,8 @@ class OwnData(Dataset):
     def sample(self, index):
         """Return an image of SHAPE, float32, and its label.
 
-        EDIT: open a file here, decode it, augment it.
+        EDIT: open a file here, decode it, augment it. Draw from torch, random or np.random: a
+        generator that the data set keeps would draw the same numbers in every process and worker.
         """
         return torch.from_numpy(self.images[index])[None] / 255, int(self.labels[index])
 
