@@ -75,7 +75,7 @@ def setup(args):
 
 def train_one_epoch(args, accelerator, ddp_model, train_loader, optimizer, progress):
     """Train to the end of an epoch; return the mean loss, the samples of all, and seconds."""
-    # ddp: other random numbers in each process and epoch, as for augmentation in loader workers
+    # ddp: random numbers (augmentation, dropout) differ in each process and epoch
     torch.manual_seed(args.seed + progress["step"] * args.world_size + dist.get_rank())
     ddp_model.train()
     start = time.perf_counter() - progress["seconds"]

@@ -78,7 +78,7 @@ def setup(args):
 
 def train_one_epoch(args, engine, train_loader, device):
     """Train to the end of an epoch; return the mean loss, the samples of all, and seconds."""
-    # deepspeed: other random numbers in each process and epoch, as for augmentation
+    # deepspeed: random numbers (augmentation, dropout) differ in each process and epoch
     torch.manual_seed(args.seed + engine.global_steps * args.world_size + dist.get_rank())
     engine.train()
     start = time.perf_counter()

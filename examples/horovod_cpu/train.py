@@ -66,7 +66,7 @@ def distribute(args, model, optimizer):
 
 def train_one_epoch(args, model, train_loader, optimizer, device, progress):
     """Train to the end of an epoch; return the mean loss, the samples of all, and seconds."""
-    # horovod: other random numbers in each process and epoch, as for augmentation in loader workers
+    # horovod: random numbers (augmentation, dropout) differ in each process and epoch
     torch.manual_seed(args.seed + progress["step"] * args.world_size + hvd.rank())
     model.train()
     start = time.perf_counter()

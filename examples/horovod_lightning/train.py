@@ -289,7 +289,7 @@ def main(args):
     model = trainer.precision_plugin.convert_module(model)
     progress = resume(args, trainer, model.model)
     model.progress = progress
-    # horovod: from now on other random numbers in each process, as for augmentation
+    # horovod: from here on random numbers (augmentation, dropout) differ in each process
     torch.manual_seed(args.seed + progress["step"] * args.world_size + rank)
 
     # Train.

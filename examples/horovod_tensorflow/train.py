@@ -56,7 +56,7 @@ def setup(args):
 
 def train_one_epoch(args, train_step, train_set, optimizer, progress):
     """Train to the end of an epoch; return the mean loss, the samples of all, and seconds."""
-    # horovod: other random numbers in each process and epoch, as for augmentation
+    # horovod: random numbers (augmentation, dropout) differ in each process and epoch
     seed = args.seed + progress["step"] * args.world_size + hvd.rank()
     keras.utils.set_random_seed(seed % 2**32)
     start = time.perf_counter()

@@ -228,7 +228,7 @@ def main(args):
     model = trainer.precision_plugin.convert_module(model)
     progress = resume(args, trainer, model.model)
     model.progress = progress
-    # ddp: from now on other random numbers in each process, as for augmentation
+    # ddp: from here on random numbers (augmentation, dropout) differ in each process
     torch.manual_seed(args.seed + progress["step"] * args.world_size + rank)
 
     # Train.
