@@ -232,7 +232,7 @@ BAD: dict[str, tuple[str | bytes, list[str]]] = {
     "no JSON": (f"{GOOD}\nprompt: 3\n", ["line 3: it is no JSON", "one object in each line"]),
     "a list": (f"[{GOOD.strip()}]\n", ["line 1: it is no JSON object"]),
     "no completion": (GOOD + '{"prompt": "x", "answer": "y"}\n', ['line 2: it has no "completion" but "prompt", "ans']),
-    "messages": ('{"messages": []}\n', ['line 1: it has no "text" but "messages"', '"prompt" and "completion"']),
+    "messages": ('{"messages": []}\n', ['line 1: it has no "text" but "messages"', "turns chats into prompts"]),
     "texts alone": ('{"text": "a"}\n' * 9, ['line 1: it has no "label"', "tokenize_text.py takes texts alone"]),
     "all keys": ('{"prompt": "x", "completion": "y", "text": "x", "label": "y"}', ["line 1: it has the keys of both"]),
     "both kinds": (GOOD + LABEL, ['line 2: it has no "prompt" but "text", "label"']),
@@ -330,6 +330,44 @@ def test_read(example: str, folder: Path, train: ModuleType) -> None:  # noqa: F
     assert train_set[[0]][0].shape == test_set[[1]][0].shape == (1, args.context)  # with --compile one length alone
 
 
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_chats(example: str, folder: Path, train: ModuleType) -> None:  # noqa: F811
+    """The page's program makes a prompt of what stands before each answer: the tokens of the model's chat template.
+
+    The token that begins each text is there once, though both the template and the tokenizer put it there.
+    """
+
+    def add_template(tokenizer: Any) -> None:
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.bos_token = tokenizer.eos_token
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
+
+    change_tokenizer(folder, add_template)
+    said = ("where is the bell?", "by the river", "and the lamp?", "who knows")
+    roles = ("user", "assistant") * 2
+    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+    write(folder / "chats.jsonl", [{"messages": messages}, {"messages": messages[:2]}])
+    program, _ = readme.fences(PAGE, "python")
+    run = runs.Run(["python", "-c", program], folder).wait()
+    assert run.status == 0, run.stderr
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    assert [row["completion"] for row in rows] == [said[1], said[3], said[1]]
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model", local_files_only=True)
+    args = arguments(folder, rows, padding=tokenizer.eos_token_id, cut_off=None, classes=None)
+    samples = train.text_data.completions(args, tokenizer, [(1, *row.values()) for row in rows])
+    whole = tokenizer.apply_chat_template(messages[:3], add_generation_prompt=True, return_dict=False)
+    tokens, begin = samples[1]
+    assert tokens[:begin].tolist() == whole and whole.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.decode(tokens[begin:]) == f"{said[3]}{tokenizer.eos_token}"
+
+
 def lines_for_gpt2(folder: Path, kind: str) -> list[object]:
     """Write a GPT-2 and the lines of a kind; return arguments that take both."""
     write_gpt2(folder)
@@ -424,7 +462,7 @@ def test_page(example: str, folder: Path) -> None:
     further = runs.train(example, folder, 2, *words, "--epochs", 1, "--lr", 1e-6)  # the head is no new one
     assert "2 classes: even, odd\n" in further.stdout
     assert outputs.read_metrics(folder / "further")[-1]["test_accuracy"] > 0.9
-    (program,) = readme.fences(PAGE, "python")
+    _, program = readme.fences(PAGE, "python")
     said = runs.Run(["python", "-c", program], folder).wait()
     assert said.status == 0 and said.stdout == "even\nodd\n", said.stderr
     merged = "from transformers import pipeline\nclassify = "

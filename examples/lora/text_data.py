@@ -23,6 +23,7 @@ PROMPTS = ("prompt", "completion")  # the keys of JSON lines that have questions
 CLASSES = ("text", "label")  # and of those for a classifier
 EXPECTED = 'expected "prompt" and "completion", or for a classifier "text" and "label"'
 ALONE = "tokenize_text.py takes texts alone"
+CHATS = "docs/prompts-and-labels.md of the repository has the program that turns chats into prompts"
 MULTIPLE = 8  # to a multiple of this a batch is padded, with which GPUs compute faster
 TOGETHER = 1000  # texts that become tokens at a time: as lists these take ten times the memory
 
@@ -280,7 +281,8 @@ def values(row, keys):
     for key in keys:
         if key not in row:
             has = ", ".join(f'"{name}"' for name in row) or "nothing"
-            raise tokenize_text.WrongInput(f'it has no "{key}" but {has}: {EXPECTED}; {ALONE}')
+            other = CHATS if "messages" in row else ALONE
+            raise tokenize_text.WrongInput(f'it has no "{key}" but {has}: {EXPECTED}; {other}')
         value = row[key]
         is_number = key == "label" and isinstance(value, int) and not isinstance(value, bool)
         if not isinstance(value, str) and not is_number:
