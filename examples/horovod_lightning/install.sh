@@ -106,7 +106,8 @@ build() {
     change 'pointer const data_;' 'pointer data_;' "$flatbuffers"  # both are assigned to, which a newer GCC refuses
     change 'const size_type count_;' 'size_type count_;' "$flatbuffers"
 
-    export CXXFLAGS="${CXXFLAGS:-} -include string -include cstdint"  # since GCC 13 no other header includes them
+    # Since GCC 13 no other header includes these.
+    export CXXFLAGS="${CXXFLAGS:-} -include string -include cstdint -include stdexcept"
     export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_GLOO=1
     export CMAKE_POLICY_VERSION_MINIMUM=3.5  # for the old bundled projects under CMake 4
     if [[ "$mpi" == gloo-only ]]; then export HOROVOD_WITHOUT_MPI=1; else export HOROVOD_WITH_MPI=1; fi
