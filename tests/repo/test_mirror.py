@@ -1,8 +1,9 @@
-"""docs/environments.md where only a site's own mirror of PyPI can be reached: pip, uv and nox install from it."""
+"""docs/environments.md where only a site's own mirror of PyPI can be reached: pip, uv, nox and a lock file."""
 
 import functools
 import http.server
 import os
+import re
 import shutil
 import ssl
 import subprocess
@@ -211,6 +212,35 @@ def test_builds_of_pytorch(project: Path, site: Path, mirror: Mirror) -> None:
     run(project, "pip uninstall -y torch")
     assert done.returncode == 0 and done.stdout.endswith("for CPUs\n"), done.stderr
     assert mirror.served() == {"torch-2.15.0%2Bcpu-py3-none-any.whl"}
+
+
+def test_lock(project: Path, site: Path, mirror: Mirror) -> None:
+    """What the page's lock file names is installed by pip and by uv; a file that was changed since is refused by both.
+
+    So is a package that the lock file lacks.
+    """
+    variables = named(mirror)
+    write = readme.command("docs/environments.md", "uv pip compile requirements.txt ...")
+    lines = [
+        readme.command("docs/environments.md", "uv pip install --require-hashes -r requirements.lock"),
+        readme.command("docs/environments.md", "pip install --require-hashes -r requirements.lock"),
+    ]
+    assert run(project, variables, write).returncode == 0
+    lock = (project / "requirements.lock").read_text()
+    assert re.search(r"^lesson-of-a-mirror==1\.0 \\\n +--hash=sha256:[0-9a-f]{64}$", lock, re.MULTILINE), lock
+    remove = "pip uninstall -y lesson-of-a-mirror"
+    for line in lines:
+        done = run(project, variables, line, remove)
+        assert done.returncode == 0, done.stderr
+        (project / "requirements.lock").write_text(f"{lock}torch==2.15.0\n")
+        more = run(project, variables, line)
+        assert more.returncode != 0 and "torch" in more.stderr, more.stderr
+        (project / "requirements.lock").write_text(lock)
+    write_wheel(site / "simple" / "lesson-of-a-mirror", "lesson_of_a_mirror", "1.0", "somebody else's")
+    for line in lines:
+        done = run(project, variables, line)
+        assert done.returncode != 0 and re.search("hash", done.stderr, re.IGNORECASE), done.stderr
+        assert run(project, "python -c 'import lesson_of_a_mirror'").returncode != 0
 
 
 @pytest.mark.parametrize("backend", ["uv", "virtualenv"])
