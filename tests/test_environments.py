@@ -1,4 +1,4 @@
-"""The recipe of docs/environments.md for a cluster without the internet."""
+"""The recipes of docs/environments.md for a cluster without the internet, and for a lock file."""
 
 import re
 import shutil
@@ -52,3 +52,28 @@ def test_versions(example: str, source: Path) -> None:
     assert [name for name, _ in pins] == ["horovod", "setuptools", "wheel"]
     for name, version in pins:
         assert (f"\nversion={version}\n" if name == "horovod" else f"'{name}=={version}'") in script, name
+
+
+@pytest.mark.runs("weekly")
+def test_lock(example: str, folder: Path) -> None:
+    """The page's lock file has a checksum of each package that the example needs, and can be installed as it says.
+
+    Only ddp_spawn's is installed, which takes what other tests have downloaded. Of a dry run uv says what it would do.
+    """
+    write = readme.command("docs/environments.md", "uv pip compile requirements.txt ...")
+    install = readme.command("docs/environments.md", "uv pip install --require-hashes -r requirements.lock")
+    python = {"VIRTUAL_ENV": str(folder / ".venv")}
+    for line in ("python3 -m venv --without-pip .venv", write):
+        done = runs.Run(["bash", "-ec", line], folder, python).wait(600)
+        assert done.status == 0, done.stderr
+    lock = (folder / "requirements.lock").read_text()
+    packages = re.findall(r"^\S+==\S+ .*\\$", lock, re.MULTILINE)
+    pins = re.findall(r"^\S+==\S+", (folder / "requirements.txt").read_text(), re.MULTILINE)
+    assert {*pins} < {line.split()[0] for line in packages} and len(packages) == len(re.findall("==", lock)), lock
+    if example != "ddp_spawn":
+        install = install.replace("uv pip install", "uv pip install --dry-run")
+    done = runs.Run(["bash", "-ec", install], folder, python).wait(900)
+    assert done.status == 0 and re.search(f"[Ii]nstall(ed)? {len(packages)} packages", done.stderr), done.stderr
+    if example == "ddp_spawn":
+        run = runs.Run([f"{folder}/.venv/bin/python", "train.py", "--help"], folder).wait()
+        assert run.status == 0, run.stderr

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from common.models import positions_in_documents
-from plumbing import fail, gather
+from plumbing import fail, gather, original
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # training never downloads: compute nodes seldom have internet
 try:
@@ -173,6 +173,7 @@ def load_model(args, dtype):
     check_embeddings(args.model_dir, model, args.largest_token)
     check_context(args, model)
     args.model = type(model).__name__
+    model.name_or_path = model.config.name_or_path = original(args.model_dir)  # adapters name it
     args.base = checksum(model.parameters())
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     for part in check_logits(args.model_dir, model, args.precision == "bf16"):

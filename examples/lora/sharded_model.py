@@ -73,7 +73,7 @@ def without_values(args, dtype):
         fail(f"{wrong}: leave --shard out")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **model_files.LOCAL)
-        config.name_or_path = folder  # as from_pretrained does: adapters say of what model they are
+        config.name_or_path = plumbing.original(folder)  # adapters say of what model they are
         with each_new_weight(to_meta_device):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         stored.clear()

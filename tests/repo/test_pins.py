@@ -65,7 +65,7 @@ def test_fake_gpus() -> None:
 
 def command() -> str:
     """Return the command, of whichever page, that writes the constraints."""
-    return readme.command("*", "uv pip compile ...")
+    return readme.command("*", "uv pip compile --quiet ...")
 
 
 def test_command_reads_all() -> None:

@@ -400,6 +400,48 @@ def test_temporary_folder(tmp_path: Path, folder: str) -> None:
     assert (run.returncode, run.stdout, run.stderr) == (0, "here\n", "")
 
 
+# ---- Copies on the node's disk ----
+
+# srun and squeue as on one node; run.slurm has got `words` as its arguments.
+STAGE = """
+set -- {words}
+source plumbing/job.sh
+mkdir -p "$output"
+srun() {{ while [[ "$1" == --* ]]; do shift; done; exec "$@"; }}
+stage_data --model-dir=model --text-file={default}
+printf "%s\\n" "${{staged[@]}}"
+[[ ! "$STAGE_DIR" ]] || cat "$STAGE_DIR$PWD"/*
+"""
+COPIED = {
+    "": ["model", "text.txt"],
+    "--lr 1 --model-dir other --text-file=book.txt": ["other", "book.txt"],
+    "--model-dir=model --model other --text 'my book'": ["other", "my book"],
+}
+
+
+@pytest.mark.parametrize("words", COPIED)
+def test_what_is_copied(tmp_path: Path, words: str) -> None:
+    """STAGE=1 copies what the flags name, however they are given; what is a link becomes a file."""
+    for name in ("model", "other", "text.txt", "book.txt", "my book"):
+        (tmp_path / f"real {name}").write_text(f"{name}\n")
+        (tmp_path / name).symlink_to(f"real {name}")
+    script = STAGE.format(words=words, default="text.txt")
+    (tmp_path / "disk").mkdir()
+    variables = {"STAGE": "1", "KEPT_CODE": ".", "TMPDIR": str(tmp_path / "disk"), "SLURM_JOB_NUM_NODES": "1"}
+    run = shell(tmp_path, script, SLURM_NODEID="0", **variables)
+    copies = f"{tmp_path}/disk/data-1{tmp_path}"
+    model, text = COPIED[words]
+    expected = ["--model-dir", f"{copies}/{model}", "--text-file", f"{copies}/{text}"]
+    assert run.returncode == 0 and run.stdout.splitlines()[1:] == [*expected, *sorted([model, text])], run
+    assert not list((tmp_path / "disk").iterdir()) and not run.stderr
+
+    nothing = shell(tmp_path, STAGE.format(words="", default="").replace("--model-dir=model", "--a="), **variables)
+    assert (nothing.returncode, nothing.stdout) == (2, "")
+    assert nothing.stderr == "run.slurm: error: STAGE=1 finds nothing to copy: say what, with --a --text-file\n"
+    without = shell(tmp_path, script, **variables | {"STAGE": ""})
+    assert (without.returncode, without.stdout, without.stderr) == (0, "\n", "")
+
+
 # ---- Checks ----
 
 

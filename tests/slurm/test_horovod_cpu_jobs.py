@@ -1,17 +1,14 @@
-"""What only horovod_cpu promises on SLURM: MPI over two nodes, its second script, staging, no silent lone tasks."""
+"""What only horovod_cpu promises on SLURM: MPI over two nodes, its second script, no silent lone tasks."""
 
-import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from harness import edits, readme, samples
-from harness.jobs import SETTINGS, Job, hand_over, stub, submit, two_processes, wait_for_start
+from harness import readme, samples
+from harness.jobs import SETTINGS, Job, hand_over, submit, two_processes
 from harness.launchers import copy_example
-from harness.processes import ASK_SLURM, wait_until
-from lab import Lab, faults
+from lab import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("horovod_cpu")]
 # Instead of train.py: one task of each node, of which the second comes to the fence 5 s late.
@@ -77,72 +74,8 @@ def test_language_model_and_staged_images(example: str, source: Path, lab: Lab, 
     first = f"TinyGPT on {folder}/book.txt, 32 tokens per sample: 2 processes on 2 nodes, mpi on cpu"
     assert first in book.log and "tokens/s" in book.log
     assert_completed(images)
-    assert re.search(rf"copied data to \S+/data-{images.id} on 2 nodes in \d+ s", images.log), images.log
+    assert re.search(rf"copied {folder}/data to \S+/data-{images.id} on 2 nodes in \d+ s", images.log), images.log
     assert "ConvNet on mnist: 4 processes on 2 nodes" in images.log
-
-
-@pytest.mark.runs("weekly")
-def test_language_model_with_staged_text(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """SCRIPT=more/train_lm.py and STAGE=1: the text is copied once per node, read there, and removed at the end."""
-    folder = copy_example(source, tmp_path / example)
-    (folder / "data").mkdir()
-    (folder / "data" / "book.txt").write_text(TEXT)
-    arguments = ["--text-file", "book.txt", "--context", "32", "--epochs", "1"]
-    variables: dict[str, Any] = {"SCRIPT": "more/train_lm.py", "STAGE": "1", "DATA_DIR": "data"}
-    job = submit(lab, example, folder, *arguments, **variables)
-    assert_completed(job)
-    assert re.search(rf"copied data to \S+/data-{job.id} on 2 nodes in \d+ s", job.log), job.log
-    first = "TinyGPT on book.txt, 32 tokens per sample: 4 processes on 2 nodes, mpi on cpu"
-    assert first in job.log and "tokens/s" in job.log
-    assert (job.output / "model.pt").exists()
-    assert not staged(lab, job.id)
-
-
-def staged(lab: Lab, job: str) -> list[str]:
-    """Return the nodes on which a job's copy of the data lies."""
-    return [node for node in lab.nodes if lab.run(["ls", "-d", f"/tmp/data-{job}"], node=node).returncode == 0]
-
-
-def test_staged_data_is_removed(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """The copies are gone when the job is requeued, when it is cancelled, and when one could not be made."""
-    folder = stub(source, tmp_path / example)
-    (folder / "data").mkdir()
-    (folder / "data" / "book.txt").write_text(TEXT)
-    job = submit(lab, example, folder, STAGE="1")
-    wait_for_start(folder, job.id)
-    assert staged(lab, job.id) == ["node1", "node2"]
-    for node in lab.nodes:
-        lab.run(["touch", f"/tmp/data-{job.id}/old"], node=node, check=True)
-    faults.requeue(lab, job.id)
-    wait_for_start(folder, job.id, starts=2)
-    assert staged(lab, job.id) == ["node1", "node2"]
-    assert all(lab.run(["ls", f"/tmp/data-{job.id}/old"], node=node).returncode != 0 for node in lab.nodes)
-    job.cancel()
-    assert not staged(lab, job.id)
-
-    os.mkfifo(folder / "data" / "endless")  # nobody writes to it: a copy of what is in it does not end
-    edits.edit(folder / "plumbing" / "staging.sh", "cp -rT", "cp -rT --copy-contents")
-    copying = submit(lab, example, folder, STAGE="1")
-    wait_until(lambda: staged(lab, copying.id), 300, "the beginning of the copy", ASK_SLURM)
-    copying.cancel()
-    assert not staged(lab, copying.id) and "copied" not in copying.log
-
-    lab.run(["mkdir", "/tmp/on-node1"], node="node1", check=True)
-    for missing in ("no-such-folder", "/tmp/on-node1"):  # on all nodes, and on one of them
-        broken = submit(lab, example, folder, STAGE="1", DATA_DIR=missing)
-        assert broken.wait().shown["JobState"] == "FAILED" and "started" not in broken.log
-        assert "run.slurm: error: the data could not be copied to all nodes" in broken.log, broken.log
-        assert not staged(lab, broken.id)
-
-    # What somebody else has put where the copy would be is not written to; the job fails.
-    name = f"/tmp/data-{int(broken.id) + 1}"
-    lab.run(["sh", "-c", f"mkdir -m 777 {name} && chown nobody {name}"], node="node1", user="root", check=True)
-    (folder / "few").mkdir()
-    (folder / "few" / "book.txt").write_text(TEXT)
-    planted = submit(lab, example, folder, STAGE="1", DATA_DIR="few")
-    assert name.endswith(f"-{planted.id}") and planted.wait().shown["JobState"] == "FAILED"
-    assert "run.slurm: error: the data could not be copied to all nodes" in planted.log, planted.log
-    assert lab.run(["ls", "-A", name], node="node1", check=True).stdout == ""
 
 
 @pytest.mark.runs("weekly")

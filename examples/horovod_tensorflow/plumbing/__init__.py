@@ -31,7 +31,7 @@ from .launchers import (
 )
 from .models import compile_in_place, fix_summation_order, uncompiled
 from .processes import check_gpu, prepare_process, quiet_lightning
-from .records import finish, plural, print_epoch, print_header, run_id
+from .records import finish, original, plural, print_epoch, print_header, run_id
 from .settings import (
     arguments,
     batches_left,

@@ -27,6 +27,15 @@ def plural(number, noun):
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def original(text):
+    """Return a text in which copies that a job with STAGE=1 has made have their originals' paths.
+
+    The copies, below STAGE_DIR, are gone when somebody reads what a run has written.
+    """
+    stage = os.environ.get("STAGE_DIR")
+    return str(text).replace(stage, "") if stage else str(text)
+
+
 def print_header(args, what, device, progress):
     """Print what this run is, which ranks are on which node and, after a resume, where it goes on.
 
@@ -164,7 +173,7 @@ def record(args, progress, what, facts):
     known |= {"command": sys.argv, "settings": vars(args), "versions": versions}
     known.setdefault("id", uuid.uuid4().hex[:16])
     known[what].append({"time": time.time(), "step": progress["step"], **facts})
-    text = json.dumps(known, indent=1, default=str)
+    text = original(json.dumps(known, indent=1, default=str))
     write(path, lambda file: file.write(text.encode()))
 
 
