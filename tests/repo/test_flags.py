@@ -86,7 +86,7 @@ FOREIGN = {
     "rdzv-endpoint standalone",
     "pip, uv, venv": "compile-bytecode find-links force-reinstall index-url no-build-isolation no-cache-dir no-deps "
     "no-index prefix reinstall requirement system-site-packages upgrade",
-    "containers": "bind fakeroot image nv pid privileged rocm",
+    "containers": "bind container-image container-writable fakeroot image nv pid privileged rocm",
     "nox": "environment force-python no-download",
     "others": "arch backend-store-uri bandwidth classic dereference latency listen local-dir logdir login version yes",
 }

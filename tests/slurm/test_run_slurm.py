@@ -312,6 +312,7 @@ REFUSED = {  # what is changed in run.slurm, options of sbatch, variables, what 
         {"IMAGE": "a.sif"},
         ["a.sif cannot run train.py (", "exec: no-apptainer: not found", "container.def"],
     ),
+    "no pyxis": (("^$", ""), (), {"IMAGE": "pyxis:a.sqsh"}, ["srun has no --container-image", "no pyxis"]),
     "two nodes": (("^$", ""), ("--nodes=2",), {}, ["2 tasks on 2 nodes", "--nodes=1 --ntasks-per-node=1"]),
     "two tasks": (("^$", ""), ("--ntasks-per-node=2",), {}, ["4 tasks on 2 nodes", "#SBATCH --ntasks-per-node=1"]),
     "launcher": (("^$", ""), (), {"LAUNCH": "ssh"}, ["no LAUNCH=ssh", "mpi, the default, or gloo"]),

@@ -37,6 +37,11 @@ prepare() {
     unset PYTHONHOME PYTHONSAFEPATH
     # One may be of another job, in which this one was submitted: with two of them srun refuses.
     unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
+    if [[ "$IMAGE" == pyxis:* ]]; then
+        [[ "$(srun --help)" == *--container-image* ]] ||
+            fail "IMAGE=$IMAGE: srun has no --container-image here, so this site has no pyxis"
+        [[ "$PWD$(realpath .)" != *[:,]* ]] || fail "pyxis cannot mount $PWD: it has a : or a ,"
+    fi
     check_packages "$1"
     [[ "${SLURM_CPUS_PER_TASK:-}" ]] ||
         fail "ask for cores with #SBATCH --cpus-per-task, not with --cpus-per-gpu"
@@ -66,26 +71,56 @@ for name in ('$1', 'torch', 'numpy'):
         print(path)"
     local found
     found="$(in_image python -c "$find" 2>&1)" || fail "${IMAGE:-$VENV} cannot run train.py \
-(${found##*$'\n'}): see container.def or README.md"
+($(last_line "$found")): see container.def or README.md"
     found="$(grep "^/" <<<"$found" | sort -u | paste -sd " ")" || true
     [[ -z "$found" ]] ||
         echo "run.slurm: by PYTHONPATH or from your home, not from ${IMAGE:-$VENV}, come: $found"
 }
 
+# Print the last line of $1, what a program has said. That srun's task has failed is no reason.
+last_line() {
+    [[ "$IMAGE" != pyxis:* ]] || echo "$1" >&2  # pyxis gives its reasons in several lines
+    grep -v "^srun: error: .*: task" <<<"$1" | tail -n 1
+}
+
 # Become the command $@, in the image if there is one.
 in_image() (
     [[ "$IMAGE" ]] || exec "$@"
+    # bash, since some sites' srun would look for $1 outside of the image.
+    [[ "$IMAGE" != pyxis:* ]] ||
+        srun_in_image --overlap --nodes=1 --ntasks=1 bash -c 'exec "$@"' in_image "$@"
     flags=(--quiet exec --pwd "$(realpath .)")
     [[ "${SLURM_GPUS_ON_NODE:-0}" -eq 0 ]] || flags+=(--nv)  # --rocm for GPUs of AMD
-    # What the image sees: this folder, data, the file of a stop, and the paths among the arguments.
-    for path in . data ${STOP_FILE:+"${STOP_FILE%/*}"} "${@#*=}"; do
-        [[ -e "$path" ]] || continue
-        real="$(realpath "$path")"
-        flags+=(--bind "$real" --bind "$real:$(realpath -s "$path")")
+    find_paths "$@"
+    for pair in "${pairs[@]}"; do
+        flags+=(--bind "$pair")
     done
     program="$(type -P apptainer || type -P singularity || echo apptainer)"
     exec "$program" "${flags[@]}" "$IMAGE" "$@"
 )
+
+# Set pairs, as PATH:PLACE, to what an image sees: this folder, data, the file of a stop, and the
+# paths among the arguments $@.
+find_paths() {
+    pairs=()
+    for path in . data ${STOP_FILE:+"${STOP_FILE%/*}"} "${@#*=}"; do
+        [[ -e "$path" ]] || continue
+        real="$(realpath "$path")"
+        pairs+=("$real:$real" "$real:$(realpath -s "$path")")
+    done
+}
+
+# Become srun with the arguments $@, its tasks in the image of IMAGE=pyxis:FILE: in them IMAGE is
+# empty. --container-env: of these, pyxis would take the image's, or make its own.
+srun_in_image() {
+    find_paths "$code" "$@"
+    if [[ "${SLURM_GPUS_ON_NODE:-0}" -gt 0 ]]; then
+        export NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+    fi
+    exec env IMAGE= srun --container-image="${IMAGE#pyxis:}" --container-workdir="$PWD" \
+        --container-mounts="$(IFS=, && echo "${pairs[*]}")" \
+        --container-env=MASTER_ADDR,MASTER_PORT,OMP_NUM_THREADS,PYTHONUNBUFFERED "$@"
+}
 
 # For torchrun, which starts the processes of its node: refuse other numbers of tasks. Where the
 # header has none, srun starts so many.
@@ -130,7 +165,7 @@ os.path.exists(torch + '/numa') or exit('PyTorch 2.9 or newer')
 shutil.which('numactl') or exit('the program numactl, which is not installed')"
     local found
     found="$(in_image python -c "$find" 2>&1)" ||
-        fail "NUMA=$NUMA needs ${found##*$'\n'} in ${IMAGE:-$VENV or on $(uname -n)}"
+        fail "NUMA=$NUMA needs $(last_line "$found") in ${IMAGE:-$VENV or on $(uname -n)}"
 }
 
 # Print this node's own address on the way to the host $1.
@@ -154,6 +189,10 @@ meet_at_this_node() {
 # Set GLOO_SOCKET_IFNAME, unless the environment has it: Gloo would look up its host's name, which
 # may fail. It also sets address, this node's on the way to the first.
 choose_interface() {
+    if [[ ! "$(type -P ip)" ]]; then
+        ask_python
+        return
+    fi
     address="$(own_address "$MASTER_ADDR")"
     interface="$(ip -4 -o address show to "$address" | awk '{ print $2 }')"
     export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$interface}"
@@ -163,6 +202,26 @@ choose_interface() {
         fail "GLOO_SOCKET_IFNAME=$GLOO_SOCKET_IFNAME: $(uname -n) has no interface $name with an \
 address; it has: $others"
     done
+}
+
+# The same where there is no program `ip`, as in most images.
+ask_python() {
+    local find="import fcntl, socket, struct
+probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+probe.connect(('$MASTER_ADDR', 9))  # sends nothing
+print(probe.getsockname()[0])
+for _, name in socket.if_nameindex():
+    try:
+        answer = fcntl.ioctl(probe, 0x8915, struct.pack('256s', name.encode()))  # SIOCGIFADDR
+    except OSError:
+        continue
+    if socket.inet_ntoa(answer[20:24]) == probe.getsockname()[0]:
+        print(name)"
+    local found
+    found="$(python -c "$find")"
+    address="${found%%$'\n'*}"
+    [[ "$found" == "$address" ]] ||
+        export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-${found##*$'\n'}}"
 }
 
 # Until the job ends, note what GPUs and processors of this node say, for runs/usage.py.
@@ -232,6 +291,7 @@ wait_for() {
 # Run $@, the job's step, in the background, so that traps work meanwhile; then requeue the job if
 # train.py was asked to stop, and end with the step's status.
 run() {
+    [[ "$IMAGE" != pyxis:* ]] || set -- srun_in_image "${@:2}"
     "$@" &
     step=$!
     wait_for "$step"
