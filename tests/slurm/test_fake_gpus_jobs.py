@@ -84,7 +84,7 @@ def test_other_ways_to_ask(lab: Lab, example: str, source: Path, built: Path, tm
     train(lab, example, source, built, tmp_path, *options.split(), nodes=2, each=2)
 
 
-@pytest.mark.only("ddp_spawn", "lightning", "torchrun_multinode")
+@pytest.mark.only("ddp_spawn", "srun_multinode", "torchrun_multinode")
 @pytest.mark.runs("weekly")
 def test_slice(lab: Lab, example: str, source: Path, built: Path, tmp_path: Path) -> None:
     """A job that has one slice of a GPU (MIG) ends with the bits of one that has a GPU. Two: test_run_slurm.py."""
