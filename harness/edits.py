@@ -50,9 +50,13 @@ from pathlib import Path
 
 def wait():
     permitted, metrics = Path("{HOLD}"), Path("output", "metrics.csv")
-    while permitted.exists() and metrics.exists() and not os.path.exists(os.environ["STOP_FILE"]):
-        if len(metrics.read_text().splitlines()) - 1 < int(permitted.read_text()):
-            break
+    while metrics.exists() and not os.path.exists(os.environ["STOP_FILE"]):
+        try:
+            number = permitted.read_text()
+        except FileNotFoundError:
+            return
+        if number and len(metrics.read_text().splitlines()) - 1 < int(number):  # else it is just being written
+            return
         time.sleep(0.05)
 """
 
