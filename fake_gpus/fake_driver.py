@@ -154,6 +154,14 @@ def replace_driver(torch, gpus, calls):
         return storage
 
     torch.UntypedStorage.resize_ = resize_
+    copied = torch.UntypedStorage.clone
+
+    def clone(storage):  # deepcopy() of a tensor: Lightning copies the metrics that it has logged
+        if storage.device.type != "cuda":
+            return copied(storage)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
+
+    torch.UntypedStorage.clone = clone
     for name in ("set_device", "synchronize", "max_memory_allocated", "reset_peak_memory_stats", "device_count"):
         setattr(torch.cuda, name, counted(getattr(torch.cuda, name), name, calls))
 
