@@ -43,6 +43,14 @@ FAULTS = {
         CONTRACT + "killed_and_resumed",
         "assert_order",
     ),
+    "the same random numbers in all processes": Fault(
+        "train.py",
+        'progress["step"] * args.world_size + dist.get_rank())',
+        'progress["step"] * args.world_size)',
+        "tests/test_recipes.py::test_own_data_and_own_model",
+        "assert_drawn_once",
+        "ddp_spawn",
+    ),
     "loss of rank 0 only": Fault(
         "train.py",
         "    sums = sums.clone()\n    dist.all_reduce(sums)",
