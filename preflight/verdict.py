@@ -218,9 +218,9 @@ def judge_gpus(reports: list[dict], job: Any) -> Row:
     of_first = reports[0]["asked_gpus"]
     if of_first and os.environ.get("ALLOW_CPU") == "1" and not any(r.get("cuda") for r in reports):
         return f"{of_first} a node asked for, unusable; ALLOW_CPU=1 permits the CPU", "ok", ""
-    slices = {r["node"]: r["asked_gpus"] for r in reports if os.environ.get("CUDA_VISIBLE_DEVICES", "")[:4] == "MIG-"}
-    if sum(slices.values()) > 1:
-        return f"{sum(slices.values())} slices of GPUs (MIG)", "FAIL", "one slice with --nodes=1, or whole GPUs"
+    asked_in_all = sum({r["node"]: r["asked_gpus"] for r in reports}.values())
+    if asked_in_all > 1 and os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
+        return f"{asked_in_all} slices of GPUs (MIG)", "FAIL", "one slice with --nodes=1, or whole GPUs"
     wheels = {r["node"]: r["wheel"] for r in reports if "wheel" in r}  # the first task of a node has it
     for r in reports:
         asked, shown = r["asked_gpus"], len(r["gpus"])

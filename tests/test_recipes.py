@@ -138,7 +138,7 @@ def test_recipes_resumed(example: str, folder: Path) -> None:
 PAGE, OWN_FILES = ROOT / "docs" / "own-data.md", ROOT / "tests" / "own"
 HEADED = re.compile(r"^For ((?:\w+(?:, | and )?)+)(?:, [^\n]*)?:\n\n```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INPUT = "The shape of the input"
-KINDS = {  # folder of tests/own: the page's section, the column of metrics.csv, its bounds and epochs
+KINDS = {  # folder of tests/own, or BORDER: the page's section, the column of metrics.csv, its bounds and epochs
     "masks": ("Masks: a class for each pixel", "test_iou", (0.8, 1), 15),
     "border": ("Masks with pixels that do not count", "test_iou", (0.7, 1), 15),
     "regression": ("Regression: a number for each sample", "test_rmse", (0.01, 0.4), 20),
@@ -161,12 +161,34 @@ def diffs_for(example: str, kind: str) -> list[str]:
     return diffs_of(example, KINDS["masks"][0]) + diffs if kind == "border" and diffs else diffs
 
 
+# The masks, where the border of a disc has no class, as in Pascal VOC, nor has the upper half of every second image, so
+# that processes have other numbers of pixels that count; and a model that two processes train as one does.
+DISC = "            image[kind, mask > 0] += 120\n"
+FIRST, SECOND = ("nn.Conv2d(inputs, outputs, 3, padding=1), ", "nn.Conv2d(outputs, outputs, 3, padding=1), ")
+BORDER = [
+    (
+        "own_data.py",
+        DISC,
+        f"{DISC}            distance = (rows - row) ** 2 + (columns - column) ** 2\n"
+        "            mask[(distance >= (radius - 1) ** 2) & (distance < (radius + 1) ** 2)] = 255\n"
+        "        self.labels[::2, :16] = 255\n",
+    ),
+    ("own_data.py", "LABEL_SHAPE, CLASSES)", "LABEL_SHAPE, CLASSES, ignored=255)"),
+    ("own_model.py", f"{FIRST}nn.BatchNorm2d(", f"{FIRST}nn.GroupNorm(2, "),
+    ("own_model.py", f"{SECOND}nn.BatchNorm2d(", f"{SECOND}nn.GroupNorm(2, "),
+    ("own_model.py", "nn.Dropout(0.1)", "nn.Dropout(0)"),
+]
+
+
 def use_own_files(folder: Path, kind: str) -> None:
     """Apply the README's diffs to a copy, with own data and an own model of this kind, and no loader workers."""
     for text in readme.fences(folder / "README.md", "diff"):
         apply_diff(folder / "train.py", text)
-    for file in (OWN_FILES / kind).glob("*.py"):
+    for file in (OWN_FILES / ("masks" if kind == "border" else kind)).glob("*.py"):
         shutil.copy(file, folder)
+    if kind == "border":
+        for name, old, new in BORDER:
+            edit(folder / name, old, new)
     text = (folder / "train.py").read_text()
     text = re.sub(r'"num_workers": \d[^}]*}', '"num_workers": 0}', text)
     (folder / "train.py").write_text(text.replace('loading["num_workers"] = 2', 'loading["num_workers"] = 0'))

@@ -130,19 +130,6 @@ def test_what_it_sees(pyxis_lab: Lab, example: str, source: Path, tmp_path: Path
     assert (folder / "written").exists() and job.shown["JobState"] == "FAILED"
 
 
-def test_stacks(pyxis_lab: Lab, example: str, source: Path, tmp_path: Path, image: str) -> None:
-    """Processes in the image print their stacks when asked, as without one."""
-    folder = stub(
-        source, tmp_path / example, "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR2)\n" + WAIT
-    )
-    job = submit(pyxis_lab, example, folder, options=two_processes(source), IMAGE=image)
-    job.wait_for_line("started")
-    pyxis_lab.run(["scancel", "--signal=USR2", "--batch", job.id], check=True)
-    job.wait_for_line("train.py", 60)
-    (folder / "finish").touch()
-    assert job.wait().shown["JobState"] == "COMPLETED", job.log
-
-
 WAIT = """
 import faulthandler, os, signal, time
 
@@ -151,6 +138,17 @@ os.write(1, b"started\\n")
 while not os.path.exists("finish"):
     time.sleep(0.1)
 """
+
+
+def test_stacks(pyxis_lab: Lab, example: str, source: Path, tmp_path: Path, image: str) -> None:
+    """Processes in the image print their stacks when asked, as without one."""
+    folder = stub(source, tmp_path / example, WAIT)
+    job = submit(pyxis_lab, example, folder, options=two_processes(source), IMAGE=image)
+    job.wait_for_line("started")
+    pyxis_lab.run(["scancel", "--signal=USR2", "--batch", job.id], check=True)
+    job.wait_for_line("train.py", 60)
+    (folder / "finish").touch()
+    assert job.wait().shown["JobState"] == "COMPLETED", job.log
 
 
 def test_refused(pyxis_lab: Lab, example: str, source: Path, tmp_path: Path, image: str) -> None:
