@@ -1,4 +1,4 @@
-"""The recipes in each example's README, "Make it yours", and in docs/own-data.md, applied to a copy as they stand."""
+"""The recipes in each example's README, "Make it yours", and in two pages of docs/, applied to a copy as they stand."""
 
 import ast
 import re
@@ -135,7 +135,9 @@ def test_recipes_resumed(example: str, folder: Path) -> None:
     outputs.assert_same_run(folder / "output" / "killed", folder / "output" / "whole")
 
 
-PAGE, OWN_FILES = ROOT / "docs" / "own-data.md", ROOT / "tests" / "own"
+PAGES = [ROOT / "docs" / name for name in ("own-data.md", "rare-classes-and-pairs.md")]
+OWN_FILES = ROOT / "tests" / "own"
+TEXT = "".join(page.read_text() for page in PAGES)
 HEADED = re.compile(r"^For ((?:\w+(?:, | and )?)+)(?:, [^\n]*)?:\n\n```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INPUT = "The shape of the input"
 KINDS = {  # folder of tests/own, or BORDER: the page's section, the column of metrics.csv, its bounds and epochs
@@ -144,19 +146,23 @@ KINDS = {  # folder of tests/own, or BORDER: the page's section, the column of m
     "regression": ("Regression: a number for each sample", "test_rmse", (0.01, 0.4), 20),
     "texts": ("Texts: inputs by their names", "test_accuracy", (0.9, 1), 4),
     "several_labels": ("Several labels for each sample", "test_accuracy", (0.9, 1), 4),
+    "rare": ("Rare classes: AUC, and a weighted sampler", "test_auc", (0.95, 1), 4),
+    "pairs": ("Pairs: a loss that compares samples", "test_accuracy", (0.7, 1), 15),
 }
-NAMED = {name for names, _ in HEADED.findall(PAGE.read_text()) for name in re.findall(r"\w+", names)} & {*EXAMPLES}
+BLOCKS = {"texts": "own_data.py", "rare": "own_data.py", "pairs": "own_model.py"}  # which have the pages' Python
+PROCESSES_ALIKE = ("border", "rare", "pairs")  # whose model two processes train as one does
+NAMED = {name for names, _ in HEADED.findall(TEXT) for name in re.findall(r"\w+", names)} & {*EXAMPLES}
 
 
 def diffs_of(example: str, section: str) -> list[str]:
-    """Return the diffs of a section of the page that are for an example."""
-    (text,) = re.findall(rf"^## {re.escape(section)}$(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    """Return the diffs of a section of the pages that are for an example."""
+    (text,) = re.findall(rf"^## {re.escape(section)}$(.*?)(?=^##? |\Z)", TEXT, re.MULTILINE | re.DOTALL)
     assert len(HEADED.findall(text)) == text.count("```diff"), "a diff does not say for which examples it is"
     return [diff for names, diff in HEADED.findall(text) if example in re.findall(r"\w+", names)]
 
 
 def diffs_for(example: str, kind: str) -> list[str]:
-    """Return the diffs of the page for this kind of data and an example; none if the page has none."""
+    """Return the diffs for this kind of data and an example; none if the pages have none."""
     diffs = diffs_of(example, KINDS[kind][0])
     return diffs_of(example, KINDS["masks"][0]) + diffs if kind == "border" and diffs else diffs
 
@@ -212,7 +218,15 @@ def measured(folder: Path, kind: str) -> dict[str, float]:
     if kind == "several_labels":
         loss = F.binary_cross_entropy_with_logits(logits, labels)
         return {"test_loss": loss.item(), "test_accuracy": ((logits > 0) == (labels > 0)).double().mean().item()}
+    if kind == "pairs":
+        similar, own = logits[:, 0] @ logits[:, 1].T, torch.arange(len(logits))
+        loss, found = F.cross_entropy(similar * 10, own), similar.max(1).values == similar.diag()
+        return {"test_loss": loss.item(), "test_accuracy": found.double().mean().item()}
     found, loss = logits.argmax(1), F.cross_entropy(logits, labels, ignore_index=255).item()
+    if kind == "rare":  # AUC: how often a sample of the rare class has the higher score of two
+        scores = logits.softmax(1)[:, 1].double()
+        higher = (scores[labels == 1][:, None] - scores[labels == 0]).sign()
+        return {"test_loss": loss, "test_auc": (higher.mean().item() + 1) / 2}
     if kind not in ("masks", "border"):
         return {"test_loss": loss, "test_accuracy": (found == labels).double().mean().item()}
     found = found.where(labels != 255, 255)
@@ -233,9 +247,10 @@ def test_page_fits(example: str, folder: Path, kind: str) -> None:
     for text in diffs:
         apply_diff(folder / "train.py", text)
     ast.parse((folder / "train.py").read_text())
-    if kind == "texts":  # the page's class is that of the test
-        (block,) = readme.fences(PAGE, "python")
-        assert block in (folder / "own_data.py").read_text()
+    if kind in BLOCKS:  # the page's Python is that of the test
+        blocks = [block for page in PAGES for block in readme.fences(page, "python")]
+        assert len(blocks) == len(BLOCKS)
+        assert any(block in (folder / BLOCKS[kind]).read_text() for block in blocks)
 
 
 @pytest.mark.only("convnet")
@@ -262,15 +277,16 @@ def test_own_kind(example: str, folder: Path, kind: str) -> None:
     run = runs.train(example, folder, 2, "--epochs", epochs, "--batch-size", 16, "--lr", 0.005)
     row, right = outputs.read_metrics(folder / "output")[-1], measured(folder, kind)
     assert least < row[column] <= most, row
-    assert not {"test_accuracy", "test_iou", "test_rmse"} & row.keys() - {column}
+    assert not {"test_accuracy", "test_iou", "test_rmse", "test_auc"} & row.keys() - {column}
     assert row["test_loss"] == pytest.approx(right["test_loss"], rel=1e-5)
     assert row[column] == pytest.approx(right[column], rel=1e-5)
-    printed = {"test_iou": "test IoU {:.4f},", "test_rmse": "test RMSE {:.4f},", "test_accuracy": "test acc {:.2%},"}
-    assert f"finished: {printed[column].format(row[column])}" in run.stdout
+    percent = f"acc {row[column]:.2%}" if column == "test_accuracy" else ""
+    number = f"{column.removeprefix('test_').upper().replace('IOU', 'IoU')} {row[column]:.4f}"
+    assert f"finished: test {percent or number}, model" in run.stdout
     line = {"test_accuracy": f"| test acc {row[column]:7.2%} |"}.get(column)
     assert (line or f"| {column.replace('_', ' ')} {row[column]:.4f} |") in run.stdout, run.stdout
     assert ("test acc" in run.stdout) == (column == "test_accuracy")
-    if kind == "border":  # whose model two processes train as one does, though other numbers of their pixels count
+    if kind in PROCESSES_ALIKE and LAUNCHERS[example].fp64:
         for processes in (1, 2):
             words = ("--epochs", 1, "--batch-size", 32 // processes, "--precision", "fp64")
             runs.train(example, folder, processes, *words, "--output-dir", f"output/{processes}")

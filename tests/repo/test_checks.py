@@ -301,6 +301,7 @@ RESULTS: dict[str, tuple[dict[str, Any], str | None]] = {
     "which line": (rows(test_accuracy=1.01), "labels.numel() in the place of len(labels), see train.py:"),
     "negative": (rows(test_accuracy=-0.2), "has to be from 0 to 1"),
     "no accuracy at all": (rows(test_accuracy=math.nan), "test_accuracy of epoch 1 is nan"),
+    "no AUC": (rows(test_auc=math.nan), "test_auc of epoch 1 is nan"),
     "top-5": (rows(test_top5_accuracy=5.0), "test_top5_accuracy"),
     "test loss": (rows(test_loss=math.nan), "test_loss of epoch 1 is nan"),
     "train loss": (rows(train_loss=math.inf), "train_loss of epoch 1 is inf"),

@@ -635,7 +635,7 @@ def first_bad_loss(args, progress, reports):
 def judge_metrics(epochs, history, goes_on):
     """Return what judge() returns, for the metrics at the end of an epoch."""
     for name, value in history[-1].items():
-        if name.endswith("loss") and not math.isfinite(value):
+        if math.isnan(value) or (name.endswith("loss") and math.isinf(value)):
             what = f"{name} of epoch {epochs} is {value}"
             return f"{what}: look at the data, or lower --lr; {goes_on}", "ALLOW_NAN"
         if "accuracy" in name and not -1e-9 <= value <= 1 + 1e-9:
