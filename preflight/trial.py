@@ -439,11 +439,12 @@ def steps(trial: Trial) -> list[Step]:
 
 def steps_of(trial: Trial, name: str) -> list[Step]:
     """Return the steps of an example."""
-    module, known = header(name, r"^prepare (\S+)"), None
-    with suppress(ImportError):
-        known = importlib.util.find_spec(module)
-    if not known:
-        return [(name, f"VENV has no {module}")]
+    for module in header(name, r"^prepare ([\w. ]+)").split():
+        known = None
+        with suppress(ImportError):
+            known = importlib.util.find_spec(module)
+        if not known:
+            return [(name, f"VENV has no {module}")]
     if trial.gpus and name.startswith("horovod"):
         return [(name, "it is for CPUs, and this job has GPUs")]
     found: list[Step] = []

@@ -49,7 +49,8 @@ def new_command(args: argparse.Namespace) -> None:
         raise SitesError(f"{path} is there already: move it away, or give --output") from None
     except OSError as error:
         raise SitesError(f"{path} cannot be written: {error.strerror}") from None
-    print(f"sites: wrote {path}; fill in what is empty in it, then: python -m sites apply {path} SCRIPT")
+    command = f"python -m sites apply {path} SCRIPT --nodes 2 --gpus-per-node 4"
+    print(f"sites: wrote {path}; fill in what is empty in it, then such as: {command}")
 
 
 def page_command(args: argparse.Namespace) -> None:

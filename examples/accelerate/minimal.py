@@ -67,7 +67,7 @@ def main():
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // processes))  # more threads than cores are slower
 
-    # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
+    # train_set[indices] reads a whole batch at once. Samplers yield the lists: batch_size=None.
     # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
     train_set, test_set = data.load("digits")
     # ddp: shuffled parts of equal length: whoever had more steps would wait for the others forever
@@ -79,7 +79,7 @@ def main():
     batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
 
-    torch.manual_seed(SEED + rank)  # ddp: all get the weights of rank 0 below
+    torch.manual_seed(SEED + rank)  # ddp: for dropout; all get the weights of rank 0 below
     model = ConvNet().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LR)
     # accelerate: wraps `model` in DDP; it is not given the loaders, whose samples it would repeat
@@ -87,7 +87,7 @@ def main():
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # ddp: shuffles anew; each process takes its part of one order
         train_loss = train_one_epoch(accelerator, ddp_model, train_loader, optimizer)
-        # The model itself, not ddp_model: processes may have one test batch more or fewer.
+        # Not ddp_model, which may wait for the others: some have one test batch more.
         test_loss, accuracy = evaluate(accelerator, model, test_loader)
         if rank == 0:
             losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"

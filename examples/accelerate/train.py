@@ -95,7 +95,7 @@ def train_one_epoch(args, accelerator, ddp_model, train_loader, optimizer, progr
             loss = F.cross_entropy(logits, labels)
             # accelerate: divides the loss by the batches of a step, and computes the gradients
             accelerator.backward(loss)  # ddp: averages the gradients over all processes
-        plumbing.note_loss(train_loader, loss)  # one that is not finite stops the run, see below
+        plumbing.note_loss(train_loader, loss)  # if it is not finite, the next save ends the run
         sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
         sums[1] += len(labels)
         pending.wait()

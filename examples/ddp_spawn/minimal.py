@@ -69,7 +69,7 @@ def main(local_rank, world_size, port):
     dist.init_process_group(backend, store=store, rank=local_rank, world_size=world_size)
     rank = dist.get_rank()  # ddp: this process's number among all
 
-    # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
+    # train_set[indices] reads a whole batch at once. Samplers yield the lists: batch_size=None.
     # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
     train_set, test_set = data.load("digits")
     # ddp: shuffled parts of equal length: whoever had more steps would wait for the others forever
@@ -81,7 +81,7 @@ def main(local_rank, world_size, port):
     batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
 
-    torch.manual_seed(SEED + rank)  # ddp: all get the weights of rank 0 below
+    torch.manual_seed(SEED + rank)  # ddp: for dropout; all get the weights of rank 0 below
     model = ConvNet().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LR)
     # ddp: gives all processes the weights of rank 0, and averages gradients in backward()

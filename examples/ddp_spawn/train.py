@@ -74,7 +74,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
             logits = ddp_model(images)
         loss = F.cross_entropy(logits.to(images.dtype), labels)
         loss.backward()  # ddp: averages the gradients over all processes
-        plumbing.note_loss(train_loader, loss)  # one that is not finite stops the run, see below
+        plumbing.note_loss(train_loader, loss)  # if it is not finite, the next save ends the run
         sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
         sums[1] += len(labels)
         for param_group in optimizer.param_groups:

@@ -75,7 +75,7 @@ def main():
     deepspeed.init_distributed()  # deepspeed: with NCCL on GPUs, with Gloo on CPUs
     rank = dist.get_rank()  # deepspeed: this process's number among all
 
-    # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
+    # train_set[indices] reads a whole batch at once. Samplers yield the lists: batch_size=None.
     # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
     train_set, test_set = data.load("digits")
     # deepspeed: shuffled parts of equal length: who had more steps would wait forever
@@ -87,7 +87,7 @@ def main():
     batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
 
-    torch.manual_seed(SEED + rank)  # deepspeed: all get the weights of rank 0 below
+    torch.manual_seed(SEED + rank)  # deepspeed: for dropout; all get the weights of rank 0 below
     model = ConvNet()
     # deepspeed: the engine moves the model to a GPU if there is one, and has CONFIG's optimizer
     parameters = model.parameters()

@@ -90,7 +90,7 @@ def train_one_epoch(args, engine, train_loader, device):
         logits = engine(images)
         loss = F.cross_entropy(logits.float(), labels)
         engine.backward(loss)  # deepspeed: averages the gradients over all processes
-        plumbing.note_loss(train_loader, loss)  # one that is not finite stops the run, see below
+        plumbing.note_loss(train_loader, loss)  # if it is not finite, the next save ends the run
         sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
         sums[1] += len(labels)
         if not engine.lr_scheduler:  # the config file may have one

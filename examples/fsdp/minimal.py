@@ -58,7 +58,7 @@ def evaluate(model, test_loader, device):
 
 
 def build_model(device):
-    """Return the model; each process holds a shard, a slice, of each weight, without values."""
+    """Return the model without values; each process holds a shard, a slice, of each weight."""
     with torch.device("meta"):  # fsdp: names and shapes only, without memory
         model = TinyGPT(VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS)
     for part in (*model.blocks, model):  # the last one: what is in no block
@@ -77,7 +77,7 @@ def initialise(model):
                 generator = torch.Generator().manual_seed(SEED * 10_000 + number)
                 whole.normal_(0, 0.02, generator=generator)
         whole = whole.to(weight.device)
-        # fsdp: among which processes (mesh) a weight is cut, and how; each cuts its own copy (None)
+        # fsdp: cut as the weight is; each process cuts a copy of its own, none is sent (None)
         shard = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
         weight.copy_(shard)
 
@@ -96,7 +96,7 @@ def main():
     dist.init_process_group(backend)  # libraries for messages: Gloo for what is on the CPU
     rank = dist.get_rank()  # fsdp: this process's number among all
 
-    # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
+    # train_set[indices] reads a whole batch at once. Samplers yield the lists: batch_size=None.
     tokens, _ = data.markov_tokens(60_000)  # random, the same in all processes
     train_set = data.Tokens(tokens[:54_000], CONTEXT)
     test_set = data.Tokens(tokens[54_000:], CONTEXT)

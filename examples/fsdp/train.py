@@ -115,7 +115,7 @@ def train_one_epoch(args, model, train_loader, optimizer, device, progress):
         loss = loss_function(logits, labels, WEIGHT_DTYPES[args.precision])
         # fsdp: averages the gradients over all processes; each gets those of its shard
         (loss / args.gradient_accumulation_steps).backward()
-        plumbing.note_loss(train_loader, loss)  # one that is not finite stops the run, see below
+        plumbing.note_loss(train_loader, loss)  # if it is not finite, the next save ends the run
         # tensor: all processes of a row see the same tokens, and each counts its part of them
         count = labels.numel() / args.tensor_parallel
         sums[0] += loss.detach() * count  # on the device: with .item() each step would wait
@@ -239,7 +239,7 @@ def initialise(args, model):
                 generator = torch.Generator().manual_seed(args.seed * 10_000 + number)
                 whole.normal_(0, 0.02, generator=generator)
         whole = whole.to(weight.device)
-        # fsdp: among which processes (mesh) a weight is cut, and how; each cuts its own copy (None)
+        # fsdp: cut as the weight is; each process cuts a copy of its own, none is sent (None)
         shard = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
         weight.copy_(shard)
 

@@ -58,10 +58,10 @@ def main():
     rank = hvd.rank()  # horovod: this process's number among all
     world_size = hvd.size()  # horovod: processes on all nodes
     cores = len(os.sched_getaffinity(0)) // hvd.local_size()  # the processes of a node share these
-    # More threads than cores are slower.
+    # More threads than cores are slower; minimal.slurm sets OMP_NUM_THREADS.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores))
 
-    # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
+    # train_set[indices] reads a whole batch at once. Samplers yield the lists: batch_size=None.
     # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
     train_set, test_set = data.load("digits")
     # horovod: shuffled parts of equal length: who had more steps would wait for the others forever
@@ -73,7 +73,7 @@ def main():
     batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
 
-    torch.manual_seed(SEED + rank)  # horovod: all get the weights of rank 0 below
+    torch.manual_seed(SEED + rank)  # horovod: for dropout; all get the weights of rank 0 below
     model = ConvNet()
     optimizer = torch.optim.AdamW(model.parameters(), LR)
     # horovod: averages the gradients over all processes before each step

@@ -71,7 +71,7 @@ def train_one_epoch(args, train_step, train_set, optimizer, progress):
         plumbing.restart_watchdog(args)  # MPI would wait forever for a process that hangs
         optimizer.learning_rate.assign(plumbing.learning_rate(args, progress["step"]))
         sums += train_step(*train_set[indices])
-        plumbing.note_loss(batches, sums[0])  # one that is not finite stops the run, see below
+        plumbing.note_loss(batches, sums[0])  # if it is not finite, the next save ends the run
         progress["step"] += 1
     sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes, which all call this
     loss_sum, samples = sums.numpy().tolist()

@@ -79,7 +79,7 @@ def main():
     rank = trainer.global_rank
     world_size = trainer.world_size
 
-    # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
+    # train_set[indices] reads a whole batch at once. Samplers yield the lists: batch_size=None.
     # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
     train_set, test_set = data.load("digits")
     # ddp: shuffled parts of equal length: whoever had more steps would wait for the others forever
@@ -92,7 +92,7 @@ def main():
     batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
 
-    torch.manual_seed(SEED + rank)  # ddp: all get the weights of rank 0 below
+    torch.manual_seed(SEED + rank)  # ddp: for dropout; all get the weights of rank 0 below
     model = LitConvNet()
     trainer.fit(model, train_loader, test_loader)
     if rank == 0:  # ddp: all processes have the same weights; one writes them

@@ -81,7 +81,7 @@ class LitConvNet(L.LightningModule):
         images, labels = batch
         logits = self(images)
         loss = F.cross_entropy(logits, labels)
-        # One that is not finite stops the run, see below.
+        # If it is not finite, the next save ends the run.
         plumbing.note_loss(self.trainer.train_dataloader, loss)
         # All batches are equally large: the sum of these shares is the mean over all samples.
         share = loss.double() / self.trainer.num_training_batches / self.trainer.world_size

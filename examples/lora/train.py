@@ -118,7 +118,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
         loss = loss / (len(labels) * args.targets)
         # ddp: averages the gradients over all processes. lora: only the adapters have gradients
         (loss / args.gradient_accumulation_steps).backward()
-        plumbing.note_loss(train_loader, loss)  # one that is not finite stops the run, see below
+        plumbing.note_loss(train_loader, loss)  # if it is not finite, the next save ends the run
         sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
         sums[1] += (labels != text_data.IGNORED).sum().double() / args.targets
         pending.wait()

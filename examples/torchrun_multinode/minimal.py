@@ -71,7 +71,7 @@ def main():
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # libraries for messages
     rank = dist.get_rank()  # ddp: this process's number among all
 
-    # These data read a whole batch at once, by a list of indices: therefore batch_size=None.
+    # train_set[indices] reads a whole batch at once. Samplers yield the lists: batch_size=None.
     # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
     train_set, test_set = data.load("digits")
     # ddp: shuffled parts of equal length: whoever had more steps would wait for the others forever
@@ -83,7 +83,7 @@ def main():
     batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
 
-    torch.manual_seed(SEED + rank)  # ddp: all get the weights of rank 0 below
+    torch.manual_seed(SEED + rank)  # ddp: for dropout; all get the weights of rank 0 below
     model = ConvNet().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LR)
     # ddp: gives all processes the weights of rank 0, and averages gradients in backward()
@@ -91,7 +91,7 @@ def main():
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # ddp: shuffles anew; each process takes its part of one order
         train_loss = train_one_epoch(ddp_model, train_loader, optimizer, device)
-        # The model itself, not ddp_model: processes may have one test batch more or fewer.
+        # Not ddp_model, which may wait for the others: some have one test batch more.
         test_loss, accuracy = evaluate(model, test_loader, device)
         if rank == 0:
             losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"

@@ -122,7 +122,7 @@ def train_one_epoch(args, ddp_model, train_loader, parts, device, progress):
             logits = ddp_model(image_files.normalise(images, WEIGHT_DTYPES[args.precision]))
         loss = F.cross_entropy(logits.to(WEIGHT_DTYPES[args.precision]), labels)
         scaler.scale(loss / args.gradient_accumulation_steps).backward()  # ddp: averages gradients
-        plumbing.note_loss(train_loader, loss)  # one that is not finite stops the run, see below
+        plumbing.note_loss(train_loader, loss)  # if it is not finite, the next save ends the run
         sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
         sums[1] += len(labels)
         pending.wait()

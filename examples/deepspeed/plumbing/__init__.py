@@ -1,7 +1,7 @@
 """What keeps long jobs alive: locks, whole files, refusals, a record of the run, named hangs.
 
 Nobody has to read this. train.py calls what stands below, and run.slurm what is in job.sh. Without
-these calls train.py still trains.
+these calls, and with minimal.py's constants in the place of the flags, train.py still trains.
 """
 
 from .checkpoints import (

@@ -25,7 +25,7 @@ fail() {                         # end with one line that says what is wrong
     exit 2
 }
 
-# Check the environment, which must have the Python module $1, and claim the output folder.
+# Check the environment, which must have the Python modules $@, and claim the output folder.
 # It sets gpus, the number of each node, output, the folder, and code, the copy of the program.
 prepare() {
     PATH="$(realpath -m "$VENV")/bin:$PATH:/usr/sbin:/sbin"
@@ -42,7 +42,7 @@ prepare() {
             fail "IMAGE=$IMAGE: srun has no --container-image here, so this site has no pyxis"
         [[ "$PWD$(realpath .)" != *[:,]* ]] || fail "pyxis cannot mount $PWD: it has a : or a ,"
     fi
-    check_packages "$1"
+    check_packages "$@"
     [[ "${SLURM_CPUS_PER_TASK:-}" ]] ||
         fail "ask for cores with #SBATCH --cpus-per-task, not with --cpus-per-gpu"
     [[ -z "${SLURM_GPUS:-}" || "$SLURM_JOB_NUM_NODES" -eq 1 ]] ||
@@ -59,18 +59,19 @@ together: ask for one slice with --nodes=1, or for whole GPUs"
     keep_program                 # in $code
 }
 
-# Refuse an environment without the Python module $1; say what comes from outside of it.
+# Refuse an environment without the Python modules $@; say what comes from outside of it.
 check_packages() {
-    local find="import os, site
+    local find="import os, site, sys
 from importlib.util import find_spec
-find_spec('$1') or exit('it has no $1')
+for name in sys.argv[1:]:
+    find_spec(name) or exit(f'it has no {name}')
 others = [*os.environ.get('PYTHONPATH', '').split(':'), site.getusersitepackages()]
-for name in ('$1', 'torch', 'numpy'):
+for name in (*sys.argv[1:], 'torch', 'numpy'):
     path = getattr(find_spec(name), 'origin', None) or ''
     if any(other and path.startswith(other + '/') for other in others):
         print(path)"
     local found
-    found="$(in_image python -c "$find" 2>&1)" || fail "${IMAGE:-$VENV} cannot run train.py \
+    found="$(in_image python -c "$find" "$@" 2>&1)" || fail "${IMAGE:-$VENV} cannot run train.py \
 ($(last_line "$found")): see container.def or README.md"
     found="$(grep "^/" <<<"$found" | sort -u | paste -sd " ")" || true
     [[ -z "$found" ]] ||
@@ -325,7 +326,7 @@ stop_near_time_limit() {
     trap "" USR1                 # once is enough
     signalled=yes
     until near_end; do
-        # A task does not listen while it starts, nor in a long save or evaluation: tell it again.
+        # A task does not listen while it starts: tell it again.
         [[ "${step:-}" ]] && ! kill -USR1 "$step" 2>/dev/null && return 0
         sleep 5
     done

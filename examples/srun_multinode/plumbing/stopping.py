@@ -40,7 +40,7 @@ def stop(args, progress):
 def until_stopped(args, progress, test_loader, save, *parts):
     """Yield the batches of an evaluation; if the job has to stop meanwhile, save and end.
 
-    Each process looks before as many batches as all processes have, since some may have one more.
+    Each process looks before as many full batches as all have, since some may have one more.
     `save` is save_checkpoint, and `parts` is what it gets between args and progress.
     """
     import torch
