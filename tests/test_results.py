@@ -187,6 +187,7 @@ def test_curves(example: str, results: ModuleType, finished: Path) -> None:
     assert speed.legends[0].get_texts()[0].get_text().endswith(": 2 processes")
 
 
+@pytest.mark.runs("weekly")
 @pytest.mark.only("ddp_spawn")
 def test_resumed_and_profiled(example: str, results: ModuleType, folder: Path, reference: Reference) -> None:
     """A restart is marked where it was, the profile is the recorded one; two runs are shown at once."""

@@ -24,7 +24,7 @@ def badly_named(session_folder: Path) -> Iterator[Lab]:
         yield lab
 
 
-@pytest.mark.runs("one")
+@pytest.mark.runs("weekly")
 def test_host_names(example: str, source: Path, badly_named: Lab, tmp_path: Path) -> None:
     """A job trains where the first node's name is a loopback address, and where no node's name resolves at all."""
     lab = badly_named

@@ -159,7 +159,7 @@ def test_slow_disk(example: str, source: Path, lab: Lab, tmp_path: Path) -> None
 
 
 @pytest.mark.runs("patterns")
-@pytest.mark.runs("weekly", "deepspeed", "lightning")  # srun_multinode and ddp_spawn have their launchers
+@pytest.mark.runs("weekly", "ddp_spawn", "deepspeed", "lightning")  # horovod_cpu and srun_multinode stop as these do
 @pytest.mark.runs("weekly", "torchrun_multinode")  # test_preempted is ordinary, and so is a worker killed
 def test_preempted_and_killed(
     example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]

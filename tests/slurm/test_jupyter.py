@@ -185,7 +185,8 @@ def test_time_limit(lab: Lab, tmp_path: Path) -> None:
     assert "begun\nsaved 42\n" in outputs(page)[0] and "KeyboardInterrupt" in outputs(page)[0]
 
 
-@pytest.mark.parametrize("how", ["down", pytest.param("power", marks=pytest.mark.runs("weekly"))])
+@pytest.mark.runs("weekly")
+@pytest.mark.parametrize("how", ["down", "power"])
 def test_node_taken_away(lab: Lab, tmp_path: Path, how: str) -> None:
     """A job whose node is taken away, or loses its power, starts again where it can; the old token is gone."""
     first = Server(start(lab, tmp_path / "jupyter"))
