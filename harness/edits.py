@@ -101,13 +101,13 @@ def note_order(folder: Path) -> None:
     edit(folder / "train.py", " = DistributedSampler(train_set, ", " = __import__('noting').Noting(train_set, ")
 
 
-def leave_digits(folder: Path, samples: int) -> None:
-    """Leave only the first so many samples of the digits to train with, in an example's copy."""
+def leave_digits(folder: Path, samples: int, part: str = "train") -> None:
+    """Leave only the first so many samples of the digits to train with, or to test, in an example's copy."""
     import numpy as np
 
     path = folder / "common" / "digits.npz"
     with np.load(path) as file:
-        arrays = {name: array[:samples] if name.startswith("train_") else array for name, array in file.items()}
+        arrays = {name: array[:samples] if name.startswith(f"{part}_") else array for name, array in file.items()}
     np.savez(path, **arrays)
 
 

@@ -8,8 +8,10 @@ import signal
 import sys
 import sysconfig
 import venv
+from argparse import Namespace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,3 +252,23 @@ def test_built_beforehand(example: str, folder: Path, bare: dict[str, Any]) -> N
     assert "ds_config_offload.json: ZeRO stage 2" in run.stdout
     assert outputs.read_metrics(folder / "output")[-1]["test_accuracy"] > 0.85
     assert not list(Path(bare["TORCH_EXTENSIONS_DIR"]).glob("**/*.so"))
+
+
+def test_scheduler_of_the_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Where the file has a scheduler, no other rate is printed, and flags that would have no effect are refused."""
+    from plumbing import deepspeed_config
+
+    monkeypatch.setattr(deepspeed_config, "fail", lambda message: pytest.fail(message, pytrace=False))
+    settings = {"deepspeed_config": "own.json", "batch_size": 64, "scale_lr": None, "warmup_steps": 0}
+    answers = {"zero_optimization_stage": 1, "optimizer_name": "adamw", "gradient_accumulation_steps": 1}
+    answers |= {"bfloat16_enabled": False, "fp16_enabled": False}
+    methods = {name: lambda answer=answer: answer for name, answer in answers.items()}
+    engine = SimpleNamespace(**methods, lr_scheduler=object())
+    args = Namespace(**settings)
+    deepspeed_config.note_config(args, engine)
+    deepspeed_config.print_config(args, 0.5)
+    says = "ZeRO stage 1, fp32, learning rate by its scheduler; micro batch 64 from the command line\n"
+    assert capsys.readouterr().out == f"own.json: {says}"
+    for more in ({"scale_lr": "linear"}, {"warmup_steps": 7}):
+        with pytest.raises(pytest.fail.Exception, match=r"own\.json: it has a scheduler, with which --scale-lr"):
+            deepspeed_config.note_config(Namespace(**settings | more), engine)

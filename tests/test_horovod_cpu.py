@@ -38,6 +38,18 @@ def test_without_a_launcher(example: str, folder: Path) -> None:
 
 
 @pytest.mark.runs("weekly")
+def test_optimizer_without_state(example: str, folder: Path) -> None:
+    """SGD without momentum has no state to send: a resumed run takes no step more than an uninterrupted one."""
+    adam, sgd = "AdamW(model.parameters(), args.lr)", "SGD(model.parameters(), 0.05, weight_decay=0.1)"
+    edits.edit(folder / "train.py", adam, sgd)
+    words = ["--output-dir", "output/two", "--lr", 0.05]
+    runs.train(example, folder, 2, "--epochs", 2, "--lr", 0.05, "--output-dir", "output/whole")
+    runs.train(example, folder, 2, "--epochs", 1, *words)
+    runs.train(example, folder, 2, "--epochs", 2, *words, "--resume")
+    outputs.assert_same_run(folder / "output" / "two", folder / "output" / "whole")
+
+
+@pytest.mark.runs("weekly")
 @pytest.mark.parametrize(("processes", "batch_size", "batches"), [(3, 50, 1), (2, 7, 3)])
 def test_sizes_that_do_not_divide(example: str, folder: Path, processes: int, batch_size: int, batches: int) -> None:
     """All ranks take the same number of steps, and no rank waits for another at the end of an epoch."""

@@ -105,3 +105,13 @@ def test_more_processes_than_gpus(example: str, folder: Path) -> None:
     edits.play_one_gpu(folder)
     run = runs.start(example, folder, 2).wait()
     refusals.assert_refused(run, LAUNCHERS[example].status_after_bad_input, "2 processes on", "1 GPUs")
+
+
+@pytest.mark.only("convnet")
+@pytest.mark.runs("weekly")
+def test_fewer_test_samples_than_processes(example: str, folder: Path) -> None:
+    """With one test sample a process has none: both train, and the accuracy is that of the one sample."""
+    edits.leave_digits(folder, 1, "test")
+    runs.train(example, folder, 2, "--epochs", 1)
+    (row,) = outputs.read_metrics(folder / "output")
+    assert row["test_accuracy"] in (0, 1) and row["test_loss"] > 0

@@ -103,6 +103,7 @@ def train_one_epoch(args, accelerator, ddp_model, train_loader, optimizer, progr
             continue
         if args.max_grad_norm:
             accelerator.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
+        # All groups get this rate in each step. A schedule of yours goes here, nowhere else.
         for param_group in optimizer.param_groups:
             param_group["lr"] = plumbing.learning_rate(args, progress["step"])
         optimizer.step()
@@ -113,6 +114,7 @@ def train_one_epoch(args, accelerator, ddp_model, train_loader, optimizer, progr
             progress["seconds"] = time.perf_counter() - start
             model = accelerator.unwrap_model(ddp_model)
             save_checkpoint(args, accelerator, model, optimizer, progress)
+            start = time.perf_counter() - progress["seconds"]  # a save is no training
         if action == 2:
             plumbing.stop(args, progress)  # stop: ends this process; run.slurm requeues the job
     progress["seconds"] = time.perf_counter() - start

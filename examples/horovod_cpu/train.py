@@ -88,6 +88,7 @@ def train_one_epoch(args, model, train_loader, optimizer, device, progress):
         sums[1] += len(labels)
         if not completes_step:
             continue
+        # All groups get this rate in each step. A schedule of yours goes here, nowhere else.
         for param_group in optimizer.param_groups:
             param_group["lr"] = plumbing.learning_rate(args, progress["step"])
         optimizer.step()  # horovod: first waits until all gradients are averaged
@@ -135,11 +136,12 @@ def resume(args, model, optimizer):
     if plumbing.accept(answer):  # it ends each process here if rank 0 has found an error
         progress = answer
         if hvd.rank() == 0:
-            model.load_state_dict(found["model"])
             optimizer.load_state_dict(found["optimizer"])
-        # A new optimizer has no state, and this call would take a real step to create it. So it
-        # stands here, only after a resume, and before the weights are sent, which overwrites them.
+        # An optimizer without state takes a real step in this call, to create it. So it stands
+        # here, only after a resume, and before the weights are loaded.
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # horovod: rank 0's state to all
+        if hvd.rank() == 0:
+            model.load_state_dict(found["model"])
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # horovod: rank 0's weights to all
     return progress
 

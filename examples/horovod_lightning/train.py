@@ -140,7 +140,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         plumbing.write_checkpoint(self.args, checkpoint)  # as a whole or not at all
 
     def load_checkpoint(self, path, **_):
-        return self.checkpoint
+        checkpoint, self.checkpoint = self.checkpoint, None  # kept no longer than it is needed
+        return checkpoint
 
 
 class HorovodStrategy(ParallelStrategy):
@@ -247,9 +248,10 @@ def resume(args, trainer, model):
     progress = {"step": 0, "history": []}  # steps of the whole run; rows of metrics.csv
     # This is the checkpoint, or None where there is none, or an error message.
     found = plumbing.read_checkpoint(args, model) if trainer.global_rank == 0 else None
-    found = trainer.strategy.broadcast(found)  # horovod: rank 0 reads it for all processes
-    checkpoint = plumbing.accept(found)  # ends each process here if rank 0 has found an error
-    if checkpoint:
+    answer = found["progress"] if isinstance(found, dict) else found
+    # horovod: rank 0 decides; then each process reads the file, or ends if it has found an error
+    if plumbing.accept(trainer.strategy.broadcast(answer)):
+        checkpoint = found or plumbing.load_checkpoint(args.output_dir / "checkpoint.pt")
         trainer.strategy.checkpoint_io.checkpoint = checkpoint
         progress = checkpoint["progress"]
     return progress
@@ -279,7 +281,8 @@ def main(args):
     trainer.limit_train_batches = args.steps_per_epoch * args.gradient_accumulation_steps
     # horovod: each test sample exactly once; a DistributedSampler would repeat some, or drop them
     shard = range(rank, len(test_set), args.world_size)
-    batches = BatchSampler(shard, args.batch_size, drop_last=False)
+    # lightning: an empty batch, since it refuses a loader without any
+    batches = list(BatchSampler(shard, args.batch_size, drop_last=False)) or [[]]
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
 
     # Model; fit creates the optimizer, and loads the state of both if the run is resumed.

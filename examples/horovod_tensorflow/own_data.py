@@ -45,7 +45,7 @@ class OwnData:
                 raise DataError(f"{returns} {what} of shape and type {found}; expected {expected}")
         for image, label, index in zip(images, labels, indices, strict=True):
             if not np.isfinite(image).all() or not 0 <= label < CLASSES:
-                wrong = f"NaN, infinity or a label above {CLASSES - 1}"
+                wrong = f"NaN, infinity or a label outside of 0 to {CLASSES - 1}"
                 raise DataError(f"{returns} {wrong} for sample {index}: correct it")
         return images, labels
 

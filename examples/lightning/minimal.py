@@ -89,7 +89,8 @@ def main():
     train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
     # ddp: each test sample exactly once; a DistributedSampler would repeat some, or drop them
     shard = range(rank, len(test_set), world_size)
-    batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
+    # lightning: an empty batch, since it refuses a loader without any
+    batches = list(BatchSampler(shard, BATCH_SIZE, drop_last=False)) or [[]]
     test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
 
     torch.manual_seed(SEED + rank)  # ddp: for dropout; all get the weights of rank 0 below

@@ -150,7 +150,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         plumbing.write_checkpoint(self.args, checkpoint)  # as a whole or not at all
 
     def load_checkpoint(self, path, **_):
-        return self.checkpoint
+        checkpoint, self.checkpoint = self.checkpoint, None  # kept no longer than it is needed
+        return checkpoint
 
 
 def setup(args):
@@ -218,7 +219,8 @@ def main(args):
     train_loader = DataLoader(train_set, sampler=batches, **loading)
     # ddp: each test sample exactly once; a DistributedSampler would repeat some, or drop them
     shard = range(rank, len(test_set), args.world_size)
-    batches = BatchSampler(shard, args.batch_size, drop_last=False)
+    # lightning: an empty batch, since it refuses a loader without any
+    batches = list(BatchSampler(shard, args.batch_size, drop_last=False)) or [[]]
     test_loader = DataLoader(test_set, sampler=batches, **loading)
 
     # Model; fit creates the optimizer, and loads the state of both if the run is resumed.

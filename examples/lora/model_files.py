@@ -5,11 +5,13 @@ download that was cut off, is refused in one line.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import warnings
 import zlib
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -462,11 +464,27 @@ def write_folder(folder, *parts):
     shutil.rmtree(old, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def others_waiting():
+    """Have all processes wait until rank 0 has written, which may take longer than --timeout."""
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    yield
+    dist.barrier(patient)
+
+
 def save(args, model, tokenizer, folder):
     """Save the adapters as peft does, or all weights; with --merge also a model without these.
 
-    Beside a classifier's adapters are what names its classes, and a tokenizer that can pad.
+    Rank 0 writes; all processes call this. Beside a classifier's adapters are what names its
+    classes, and a tokenizer that can pad.
     """
+    with others_waiting():
+        if dist.get_rank() == 0:
+            write_model(args, model, tokenizer, folder)
+
+
+def write_model(args, model, tokenizer, folder):
+    """Write what `save` says."""
     parts = [model]
     if args.classes and not args.full:
         parts.append(model.config)

@@ -371,11 +371,12 @@ def save(args, model, tokenizer, path):
         trained = [(name, weight) for name, weight in weights if weight.requires_grad]
         state = {name: weight.full_tensor().cpu() for name, weight in trained}
         parts_to_save = [functools.partial(model.save_pretrained, state_dict=state)]
-    if rank() == 0:
-        writers = [SimpleNamespace(save_pretrained=function) for function in parts_to_save]
-        model_files.write_folder(path, *writers)
-    elif args.full:
-        write_layers(args, model, None)
+    with model_files.others_waiting():
+        if rank() == 0:
+            writers = [SimpleNamespace(save_pretrained=function) for function in parts_to_save]
+            model_files.write_folder(path, *writers)
+        elif args.full:
+            write_layers(args, model, None)
 
 
 def write_layers(args, model, path):

@@ -135,6 +135,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
         if action >= 1:
             progress["seconds"] = time.perf_counter() - start
             save_checkpoint(args, model, optimizer, progress)
+            start = time.perf_counter() - progress["seconds"]  # a save is no training
         if action == 2:
             plumbing.stop(args, progress)  # stop: ends this process; run.slurm requeues the job
     progress["seconds"] = time.perf_counter() - start
@@ -322,7 +323,7 @@ def main(args):
     path = args.output_dir / ("model" if args.full else "adapter")
     if args.shard:
         sharded_model.save(args, model, tokenizer, path)  # shard: all gather a layer, rank 0 writes
-    elif rank == 0:  # ddp: all processes have the same weights; one writes them
+    else:  # ddp: all processes have the same weights; rank 0 writes them
         model_files.save(args, model, tokenizer, path)
     row = progress["history"][-1]
     learnt = "test acc {test_accuracy:.2%}" if args.classes else "perplexity {perplexity:.2f}"

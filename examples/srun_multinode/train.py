@@ -54,9 +54,9 @@ def setup(args):
     """Join the process group, and return this process's device."""
     local_rank = int(os.environ["LOCAL_RANK"])  # srun: this process's number on its node
     # srun: each process has cores of its own; those that torchrun starts share all of this machine
-    cores = len(os.sched_getaffinity(0)) // args.processes
-    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) or max(1, cores)
-    torch.set_num_threads(cores)  # more threads than cores are slower
+    share = args.processes if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) or len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // share))  # more threads than cores are slower
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -101,6 +101,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
             continue
         if args.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
+        # All groups get this rate in each step. A schedule of yours goes here, nowhere else.
         for param_group in optimizer.param_groups:
             param_group["lr"] = plumbing.learning_rate(args, progress["step"])
         optimizer.step()
@@ -110,6 +111,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
         if action >= 1:
             progress["seconds"] = time.perf_counter() - start
             save_checkpoint(args, ddp_model.module, optimizer, progress)
+            start = time.perf_counter() - progress["seconds"]  # a save is no training
         if action == 2:
             plumbing.stop(args, progress)  # stop: ends this process; run.slurm requeues the job
     progress["seconds"] = time.perf_counter() - start

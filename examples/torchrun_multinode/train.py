@@ -98,6 +98,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
             continue
         if args.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
+        # All groups get this rate in each step. A schedule of yours goes here, nowhere else.
         for param_group in optimizer.param_groups:
             param_group["lr"] = plumbing.learning_rate(args, progress["step"])
         optimizer.step()
@@ -107,6 +108,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
         if action >= 1:
             progress["seconds"] = time.perf_counter() - start
             save_checkpoint(args, ddp_model.module, optimizer, progress)
+            start = time.perf_counter() - progress["seconds"]  # a save is no training
         if action == 2:
             plumbing.stop(args, progress)  # stop: ends this process; run.slurm requeues the job
     progress["seconds"] = time.perf_counter() - start

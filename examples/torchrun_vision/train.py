@@ -131,6 +131,7 @@ def train_one_epoch(args, ddp_model, train_loader, parts, device, progress):
         if args.max_grad_norm:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
+        # All groups get this rate in each step. A schedule of yours goes here, nowhere else.
         for param_group in optimizer.param_groups:
             param_group["lr"] = learning_rate(args, progress["step"])
         scaler.step(optimizer)
@@ -142,6 +143,7 @@ def train_one_epoch(args, ddp_model, train_loader, parts, device, progress):
         if action >= 1:
             progress["seconds"] = time.perf_counter() - start
             save_checkpoint(args, parts, progress)
+            start = time.perf_counter() - progress["seconds"]  # a save is no training
         if action == 2:
             plumbing.stop(args, progress)  # stop: ends this process; run.slurm requeues the job
     progress["seconds"] = time.perf_counter() - start

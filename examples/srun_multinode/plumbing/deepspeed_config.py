@@ -67,6 +67,9 @@ def note_config(args, engine):
     args.optimizer = engine.optimizer_name()
     args.gradient_accumulation_steps = engine.gradient_accumulation_steps()
     args.has_scheduler = engine.lr_scheduler is not None  # the file's, which sets the learning rate
+    if args.has_scheduler and (args.scale_lr or args.warmup_steps):
+        wrong = "has a scheduler, with which --scale-lr and --warmup-steps have no effect"
+        fail(f"{args.deepspeed_config}: it {wrong}: leave out one or the other")
     args.precision = "fp32"
     if engine.bfloat16_enabled():
         args.precision = "bf16"
@@ -78,6 +81,9 @@ def print_config(args, lr):
     """Print which settings come from where, on rank 0."""
     if rank() == 0:
         where = f"{args.deepspeed_config}: ZeRO stage {args.zero_stage}, {args.precision}"
-        print(
-            f"{where}; micro batch {args.batch_size} and learning rate {lr:g} from the command line"
-        )
+        given = f"micro batch {args.batch_size}"
+        if args.has_scheduler:
+            where += ", learning rate by its scheduler"
+        else:
+            given += f" and learning rate {lr:g}"
+        print(f"{where}; {given} from the command line")
