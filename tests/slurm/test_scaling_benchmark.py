@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import measure
 from harness import outputs
 from harness.jobs import SETTINGS, Job, hand_over, on_this_machine_only
 from harness.launchers import ROOT, copy_example
@@ -72,6 +71,8 @@ touch "$OUTPUT_DIR/model.pt"
 
 def test_measured_anew(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures of another run.slurm, or of other options of sbatch, are not taken for those of this one."""
+    from benchmarks import measure
+
     (tmp_path / "sbatch").write_text(SBATCH)
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
