@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -99,7 +100,10 @@ def sanity(bench: Bench) -> Step:
 
 def peak_of(card: str) -> float | None:
     """Return the dense bf16 TFLOP/s of a card by its name, if it is known."""
-    return next((peak for name, peak in PEAKS.items() if all(word in card for word in name.split())), None)
+    words = re.findall(r"\w+", card)
+    if "MIG" in words:  # a slice
+        return None
+    return next((peak for name, peak in PEAKS.items() if set(name.split()) <= set(words)), None)
 
 
 def ask_driver() -> dict[str, str]:

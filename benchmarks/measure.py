@@ -19,6 +19,7 @@ than the folders benchmarks/ and examples/, and matplotlib.
 import argparse
 import contextlib
 import csv
+import hashlib
 import inspect
 import json
 import math
@@ -270,7 +271,9 @@ def throughput(args: argparse.Namespace) -> None:
 def run_job(args: argparse.Namespace, example: str, scaling: str, nodes: int, number: int) -> report.Speed:
     """Run one job, unless its results are there, and return its speed; end with one line if it fails."""
     batch_size = args.batch_size if scaling == "weak" else args.batch_size * args.nodes[0] // nodes
+    asked = [(ROOT / "examples" / example / "run.slurm").read_text(), *args.sbatch]  # by which speeds differ, too
     name = f"{example}-{nodes}-nodes-batch-{batch_size}-epochs-{args.epochs}-round-{number}"
+    name += f"-{hashlib.sha256(repr(asked).encode()).hexdigest()[:6]}"
     output, log = args.output / "jobs" / name, args.output / "jobs" / f"{name}.out"
     if not any(output.glob("model.*")):
         output.mkdir(parents=True, exist_ok=True)
@@ -302,7 +305,7 @@ def scaling(args: argparse.Namespace) -> None:
     --batch-size times the number of processes may be 2,400 at most.
 
     The files in --output have the figures of this call. Each job's own files stay there, in jobs/, with its log;
-    started again, it measures only what is not there yet.
+    started again, it measures only what is not there yet with this run.slurm and these options of sbatch.
     """
     args.nodes, args.output = sorted(set(args.nodes)), args.output.resolve()
     if not shutil.which("sbatch"):

@@ -2,7 +2,7 @@
 
 On SLURM:  sbatch run.slurm [--pattern per-process]
 
-Every task collects facts and posts them to task 0 in five rounds, over TCP. Nothing waits forever, and a task that
+Every task collects facts and posts them to task 0 in six rounds, over TCP. Nothing waits forever, and a task that
 is lost, or late for a round, is not waited for again. Then task 0 has the facts judged: see verdict.py. Anybody on the
 cluster can connect to these ports, so each message is signed with a secret that run.slurm has made for this job.
 """
@@ -34,7 +34,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO, NamedTuple
 
 # Seconds that task 0 waits for the others:
-ROUNDS = {"hello": 30, "peers": 25, "torch": 120, "reduce": 75, "network": 110}
+ROUNDS = {"hello": 30, "peers": 25, "torch": 120, "reduce": 75, "streams": 45, "network": 110}
 IMPORT_SECONDS, REDUCE_SECONDS = 110, 20  # torch is slow to load the first time; an all-reduce takes milliseconds
 SHARED_SECONDS = 10  # for a file to show up on the other nodes
 MEGABYTES = 8  # of the all-reduced tensor
@@ -332,25 +332,25 @@ def find_limits() -> dict[str, Any]:
     """Return the soft and the hard limit (-1: none) of what a task may have, and whether RDMA needs locked memory."""
     kinds = {"files": resource.RLIMIT_NOFILE, "locked": resource.RLIMIT_MEMLOCK, "processes": resource.RLIMIT_NPROC}
     limits: dict[str, Any] = {name: resource.getrlimit(kind) for name, kind in kinds.items()}
-    limits["pids"] = most_pids()
+    limits["pids"] = min(group_limits("pids", ["pids.max"]), default=-1)
     with contextlib.suppress(OSError):  # there is none
         limits["rdma"] = os.listdir("/sys/class/infiniband")
     return limits
 
 
-def most_pids(files: str = "/", of: str = "/proc/self/cgroup") -> int:
-    """Return how many processes and threads the job's control groups may have together, or -1 for any number."""
+def group_limits(controller: str, names: list[str], files: str = "/", of: str = "/proc/self/cgroup") -> list[int]:
+    """Return the numbers in files so named, of the job's control groups and those above them; "max" is none."""
     found = []
     with contextlib.suppress(OSError):
         for line in Path(of).read_text(errors="replace").splitlines():
             _, controllers, path = line.split(":", 2)
-            if not controllers or "pids" in controllers.split(","):  # version 2, or 1
-                top = Path(files, "sys/fs/cgroup", "pids" if controllers else "")
+            if not controllers or controller in controllers.split(","):  # version 2, or 1
+                top = Path(files, "sys/fs/cgroup", controller if controllers else "")
                 group = top / path.lstrip("/")
-                for place in (group, *group.parents):
-                    with contextlib.suppress(OSError, ValueError):  # above all groups; "max"
-                        found.append(int((place / "pids.max").read_text()))
-    return min(found, default=-1)
+                for path in [place / name for place in (group, *group.parents) for name in names]:
+                    with contextlib.suppress(OSError, ValueError):  # there is none; "max"
+                        found.append(int(path.read_text()))
+    return found
 
 
 def asked_gpus() -> int:
@@ -579,15 +579,12 @@ def try_sizes(world: int, torch: Any, dist: Any, group: Any, device: Any) -> dic
     return seconds
 
 
-def free_memory() -> int:
+def free_memory(files: str = "/", of: str = "/proc/self/cgroup") -> int:
     """Return the bytes that a task of this node may take: of what is free, and of what SLURM has given to the job."""
-    env, kilobytes = os.environ, re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+    kilobytes = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
     limits = [int(kilobytes[1]) * 1024] if kilobytes else [0]
-    if env.get("SLURM_MEM_PER_NODE", "0") != "0":
-        limits.append(int(env["SLURM_MEM_PER_NODE"]) * 2**20)
-    elif env.get("SLURM_MEM_PER_CPU", "0") != "0":
-        limits.append(int(env["SLURM_MEM_PER_CPU"]) * 2**20 * int(env["SLURM_CPUS_ON_NODE"]))
-    tasks = max(map(int, re.findall(r"(?<![\dx])\d+", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))))
+    limits += group_limits("memory", ["memory.max", "memory.limit_in_bytes"], files, of)
+    tasks = max(map(int, re.findall(r"(?<![\dx])\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))))
     return min(limits) // tasks
 
 
@@ -631,7 +628,9 @@ def reduce(job: Job, board: Head | Guest, process: Any, pipe: Any, posts: dict[i
     return speeds
 
 
-def measure(job: Job, roster: dict[int, Any], process: Any, pipe: Any, posts: dict[int, Any]) -> dict[str, Any]:
+def measure(
+    job: Job, board: Head | Guest, roster: dict[int, Any], process: Any, pipe: Any, posts: dict[int, Any]
+) -> dict[str, Any]:
     """Return how fast the network is: between nodes, and for an all-reduce over all tasks by its size."""
     facts: dict[str, Any] = {"sizes": {}}
     if job.leader:
@@ -639,10 +638,11 @@ def measure(job: Job, roster: dict[int, Any], process: Any, pipe: Any, posts: di
             facts["network"] = find_network(job, roster)
         except Exception as error:
             facts["network"] = {"error": describe(error)}
+    board.exchange("streams", {})  # all begin with the sizes together: Gloo waits for REDUCE_SECONDS only
     speeds = [speed for rank in range(job.world) for speed in posts.get(rank, {}).get("reduce", {0: {}}).values()]
     if all(isinstance(speed, float) for speed in speeds):  # else some would wait for others
         pipe.send("sizes")
-        facts.update(ask(process, pipe, "sizes", STREAMS_SECONDS + 2 * (SIZES_SECONDS + 10)))
+        facts.update(ask(process, pipe, "sizes", 2 * (SIZES_SECONDS + 10)))
     return facts
 
 
@@ -669,7 +669,7 @@ def hello(job: Job, board: Head | Guest) -> dict[str, Any]:
 
 
 def play(job: Job, board: Head | Guest, process: Any, pipe: Any) -> None:
-    """Go through the five rounds."""
+    """Go through the six rounds."""
     local = int(os.environ["SLURM_LOCALID"])
     roster = board.exchange("hello", hello(job, board))
     probes: dict[str, Callable] = {"gpus": find_gpus}
@@ -681,7 +681,7 @@ def play(job: Job, board: Head | Guest, process: Any, pipe: Any) -> None:
     python = f"Python {found.get('version', '?')}, {torch}, {os.environ.get('IMAGE') or sys.executable}"
     posts = board.exchange("torch", {**found, "python": python, "local": local})
     posts = board.exchange("reduce", {"reduce": reduce(job, board, process, pipe, posts)})
-    board.exchange("network", measure(job, roster, process, pipe, posts))
+    board.exchange("network", measure(job, board, roster, process, pipe, posts))
 
 
 def finish(head: Head, process: Any, why: str = "") -> None:

@@ -82,12 +82,11 @@ class Trial:
     def write(self, more: list[Row]) -> None:
         """Write the report, with rows that may still change, and what a start of this job after this one reads."""
         clean = cleaner(known_names(self.nodes))
-        self.rows = clean(self.rows)
         minutes = (time.time() - self.begun) / 60
         system = describe(len(self.nodes), self.cpus, self.gpus)
         state = json.dumps({name: vars(self)[name] for name in ("rows", "done", "begun", "asked")})
         write(self.work / "state.json", state)
-        write(self.work.with_suffix(".txt"), report_text(clean(system), minutes, self.rows + clean(more)))
+        write(self.work.with_suffix(".txt"), report_text(clean(system), minutes, clean(self.rows + more)))
 
 
 def write(path: Path, text: str) -> None:
@@ -109,8 +108,9 @@ def row(check: str, state: str, result: str, **more: Any) -> Row:
 
 
 def ask(*words: str) -> str:
-    """Return what a program of SLURM's prints."""
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    """Return what a program of SLURM's prints, with times as they can be read."""
+    env = os.environ | {"SLURM_TIME_FORMAT": "standard"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=env)
     return done.stdout + done.stderr
 
 

@@ -20,6 +20,9 @@ SCALES = ("1-process", "1-node", "2-nodes")
 LONGEST = 300  # characters of a result
 PACKAGES = ("torch", "lightning", "deepspeed", "accelerate", "horovod", "tensorflow", "transformers", "peft")
 COLOURS = {"ok": "#cec", "WARN": "#fe9", "FAIL": "#fbb", "left out": "#eee"}
+UNCLEAN = ("check", "state", "scale", "unit")  # words of ours, which may also be names
+# Files whose name may stand in a report; of all other paths nothing does.
+HARMLESS = re.compile(r"\.(?:py|sh|slurm|so(?:\.\d+)*|h|cpp|cu|pt|npz|json|toml|yaml|csv|txt|log|out)$")
 Row = dict[str, Any]  # check, state (of COLOURS), result; of a run also seconds, rate and unit, scale; log: lines
 
 
@@ -52,20 +55,30 @@ def cleaner(words: dict[str, str]) -> Callable[[Any], Any]:
     known = [re.escape(word) for word in sorted(words, key=len, reverse=True)]
     alike = [re.sub(r"\d+", r"\\d+", re.escape(name)) for name in hosts if re.search(r"\d", name)]
     word = re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(known + alike)})(?![A-Za-z0-9])")
-    end = r"\s/'\"`,;:()<>|"  # what no part of a path has
+    part = r"[^\s/'\"`,;:()<>|]+"
+    begin = r"(?:(?<![\w./])|(?<=-[IL]))(?:~\w*|PATH|\$\w+|\$\{\w+\})?/+"
+    # An address of the web, which stays; what stands in quotes; or a path, on behind a space if a / comes in that word.
+    path = re.compile(
+        rf"(?P<web>https?://\S+)|(?P<quote>['\"`])(?={begin})[^'\"`\n]+(?P=quote)|"
+        rf"{begin}{part}(?:/+{part}| {part}/+{part})*/*"
+    )
+
+    def shorten(found: re.Match) -> str:
+        quote, name = found["quote"] or "", found[0].strip("'\"`").rpartition("/")[2]
+        return found["web"] or f"{quote}...{'/' + name if HARMLESS.search(name) else ''}{quote}"
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: clean(one) for key, one in value.items()}
+            return {key: one if key in UNCLEAN else clean(one) for key, one in value.items()}
         if isinstance(value, list):
             return [clean(one) for one in value]
         if not isinstance(value, str):
             return value
         value = word.sub(lambda found: words.get(found[0], "NODE"), value)
         value = re.sub(r"\S+@\S+", "EMAIL", value)
-        value = re.sub(rf"(?<![\w:/.])(?:~|PATH)?/(?:[^{end}]+/)*(?=[^{end}])", ".../", value)
+        value = path.sub(shorten, value)
         value = re.sub(r"\b(?!127\.)\d{1,3}(?:\.\d{1,3}){3}\b", "ADDRESS", value)
-        return re.sub(r"(?i)\b(?:[0-9a-f]{1,4}:){3,}[0-9a-f:]*|\b[0-9a-f]{1,4}::[0-9a-f:]*", "ADDRESS", value)
+        return re.sub(r"(?i)\b(?:[0-9a-f]{1,4}:){3,}[0-9a-f:]*|\b(?:[0-9a-f]{1,4}:)+:[0-9a-f:]*", "ADDRESS", value)
 
     return clean
 

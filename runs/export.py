@@ -32,6 +32,14 @@ def key_of(run: Run) -> str:
     return hashlib.sha256(str(run.folder.resolve()).encode()).hexdigest()[:16]
 
 
+def folder_in(store: Path, run: Run) -> Path:
+    """Return the folder of a run's event files: that of its name, or beside it if that is of another run so named."""
+    owner = store / run.name / "exported_from"
+    if owner.exists() and owner.read_text() != key_of(run):
+        return store / f"{run.name}-{key_of(run)[:6]}"
+    return owner.parent
+
+
 def to_tensorboard(runs: list[Run], store: Path) -> dict[str, int]:
     """Append to one folder of event files for each run; what is there already is read back from these."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -41,7 +49,7 @@ def to_tensorboard(runs: list[Run], store: Path) -> dict[str, int]:
 
     added = {}
     for run in runs:
-        folder = store / run.name
+        folder = folder_in(store, run)
         there: set[tuple[str, int]] = set()
         if folder.exists():
             events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
@@ -55,11 +63,12 @@ def to_tensorboard(runs: list[Run], store: Path) -> dict[str, int]:
         ]
         if new:
             writer = EventFileWriter(str(folder))
+            (folder / "exported_from").write_text(key_of(run))
             for row, name in new:
                 summary = Summary(value=[Summary.Value(tag=name, simple_value=row[name])])
                 writer.add_event(Event(wall_time=time_of(run, row), step=int(row["epoch"]), summary=summary))
             writer.close()
-        added[run.name] = len({row["epoch"] for row, _ in new})
+        added[str(folder.relative_to(store))] = len({row["epoch"] for row, _ in new})
     return added
 
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SKIPPED = {"site-packages", "node_modules", "__pycache__"}  # folders without runs, with very many files
+# Folders without runs, with very many files: everywhere, beside one another, and beside pyvenv.cfg.
+SKIPPED = {"site-packages", "node_modules", "__pycache__"}
+DATA_SET, ENVIRONMENT = {"train", "val"}, {"bin", "lib", "lib64", "include", "share"}
 
 
 @dataclass(frozen=True, eq=False)  # equal to itself only, so that predictions can be kept for each run
@@ -57,12 +59,13 @@ def folders(top: Path) -> Iterator[Path]:
     seen = set()
     for folder, names, files in os.walk(top, followlinks=True):
         real = os.path.realpath(folder)
-        # Environments and data sets (train/, val/) have up to millions of files; a link may lead back to above itself.
-        if real in seen or "pyvenv.cfg" in files or {"train", "val"} <= set(names):
+        if real in seen:  # a link may lead back to above itself
             names.clear()
             continue
         seen.add(real)
-        names[:] = sorted(name for name in names if not name.startswith(".") and name not in SKIPPED)
+        skipped = SKIPPED | (DATA_SET if set(names) >= DATA_SET else set())
+        skipped |= ENVIRONMENT if "pyvenv.cfg" in files else set()
+        names[:] = sorted(name for name in names if not name.startswith(".") and name not in skipped)
         if "metrics.csv" in files:
             yield Path(folder)
 

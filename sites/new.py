@@ -130,7 +130,6 @@ def default_memory(shown: dict[str, str]) -> str:
 def entry(group: Group, gpu: str, kinds: int, partition: dict[str, str], effective: int) -> dict[str, Any]:
     """Return a table of `[[nodes]]`: a group's nodes with GPUs of one type; `kinds` are those of the partition."""
     gpus = group.gpus.get(gpu, 0)
-    at_most = int(partition["MaxNodes"]) if partition.get("MaxNodes", "").isdigit() else group.number
     cores = (effective or group.cpus) // group.threads
     found: dict[str, Any] = {"partition": group.partition}
     if gpus:
@@ -141,7 +140,7 @@ def entry(group: Group, gpu: str, kinds: int, partition: dict[str, str], effecti
         found["cpus_per_gpu"] = max(cores // sum(group.gpus.values()), 1)
     else:
         found["cpus"] = cores
-    found["max_nodes"] = min(at_most, group.number)
+    found["max_nodes"] = group.number
     exclusive = partition.get("OverSubscribe", partition.get("Shared", "")).upper().startswith("EXCLUSIVE")
     found |= {"whole": True} if exclusive and not gpus else {}  # fewer GPUs than a node has can be asked for
     found |= {"options": ["--hint=nomultithread"]} if group.threads > 1 else {}  # so that a CPU is a core
@@ -192,7 +191,16 @@ def table_of(name: str) -> dict[str, Any]:
         kinds = {gpu for one in groups if one.partition == group.partition for gpu in one.gpus}
         effective = effective_cpus(group)
         for gpu in group.gpus or [""]:
-            nodes.append(entry(group, gpu, len(kinds), known[group.partition], effective))
+            found = entry(group, gpu, len(kinds), known[group.partition], effective)
+            # Those that differ in nothing else, such as memory alone, can be in one job.
+            alike = [one for one in nodes if one | {"max_nodes": 0} == found | {"max_nodes": 0}]
+            if alike:
+                alike[0]["max_nodes"] += found["max_nodes"]
+            else:
+                nodes.append(found)
+    for found in nodes:
+        at_most = known[found["partition"]].get("MaxNodes", "")
+        found["max_nodes"] = min(found["max_nodes"], int(at_most) if at_most.isdigit() else found["max_nodes"])
     try:
         types = mpi_types(ask("srun", "--mpi=list"))
     except SitesError:

@@ -83,8 +83,11 @@ def own_task() -> str:
 def living() -> set[str] | None:
     """Return the ids of all tasks of this user that run or wait, or None if SLURM does not answer."""
     words = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i"]
+    # What a user has set for squeue, such as SQUEUE_STATES=PENDING, would hide tasks that live.
+    hiding = ("SQUEUE_", "SLURM_CLUSTERS")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(hiding)}
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True, env=environment)
     except (OSError, subprocess.SubprocessError) as error:
         print(f"sweep.py: squeue says nothing ({error}): trials of other tasks are left to them")
         return None
@@ -287,11 +290,22 @@ class Task:
 
     def __init__(self) -> None:
         self.asked = False  # to end: USR1 near the time limit, TERM at a preemption or scancel
+        self.noticed = self.requeued = False  # it got USR1; SLURM starts it again
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._ask)
 
-    def _ask(self, *_: object) -> None:
+    def _ask(self, number: int, _: object) -> None:
         self.asked = True
+        self.noticed = self.noticed or number == signal.SIGUSR1
+
+    def requeue(self, why: str) -> None:
+        """Have SLURM start this task again; its trial, if it has one, stays its own."""
+        asked = subprocess.run(["scontrol", "requeue", own_task()], capture_output=True, text=True)
+        if asked.returncode:
+            refusal = f"SLURM refuses to requeue the task ({asked.stderr.strip()})"
+            raise SweepError(f"{why}: {refusal}: submit the same sweep again, to go on")
+        self.requeued = True
+        print(f"{why}: the task is requeued, and goes on with the sweep")
 
     def stop(self, run: subprocess.Popen, mark: Path) -> None:
         """Stop a run as SLURM does near the time limit: it saves, and ends or says that it may be ended.
@@ -331,7 +345,7 @@ class Task:
             "OUTPUT_DIR": str(output),
             "KEPT_CODE": str(output / "code"),  # a trial goes on with the program that it began with
             "SLURM_RESTART_COUNT": str(starts - 1),  # of the trial, by which run.slurm sees that it makes no progress
-            "SUCCESSORS": "0",  # it submits no job: see `requeue`
+            "SUCCESSORS": "0",  # it submits no job: see `Task.requeue`
             "SWEEP_MARK": str(mark),
         }
         with open(log, "a") as file:
@@ -357,7 +371,7 @@ class Task:
         if bad or (run.returncode == 0 and not saved and rows and math.isnan(rows[-1][args.metric])):
             return done(study, trial, TrialState.PRUNED)
         if saved:  # it has asked to be requeued
-            requeue(trial)
+            self.requeue(f"trial {trial.number} has saved")
             return False
         if run.returncode == 0 and rows:
             return done(study, trial, TrialState.COMPLETE, rows[-1][args.metric])
@@ -401,28 +415,26 @@ def done(study: optuna.Study, trial: Trial, state: TrialState, value: float | No
     return True
 
 
-def requeue(trial: Trial) -> None:
-    """Have SLURM start this task again; its trial stays its own."""
-    asked = subprocess.run(["scontrol", "requeue", own_task()], capture_output=True, text=True)
-    says = "the task is requeued, and goes on with it"
-    if asked.returncode:
-        says = f"SLURM refuses to requeue the task ({asked.stderr.strip()}): submit the same sweep again, to go on"
-    print(f"trial {trial.number} has saved: {says}")
-
-
 def work(args: argparse.Namespace) -> None:
     """Train trials until none is left, or this task has to end."""
     settings = {name: getattr(args, name) for name in ("space", "metric", "maximize", "arguments")}
     settings |= {"example": str(args.example)}
     task = Task()
     study, storage = open_study(args.folder, settings, args.startup, args.warmup)
+    ended = 0  # trials, since this task was started last
     while not task.asked:
         trial = next_trial(study, storage, args.folder, args.trials)
         if trial is None:
             print(f"no trial is left to begin: see `python sweep.py show {args.folder}`")
             return
         if not task.train(args, study, trial):
-            return
+            break
+        ended += 1
+    states = [one.state for one in study.get_trials(deepcopy=False)]
+    if task.noticed and not task.requeued and (len(states) < args.trials or TrialState.RUNNING in states):
+        if not ended:  # it would go on for ever
+            raise SweepError("nothing was saved and no trial ended before the time limit: raise --time")
+        task.requeue("the time limit is near, and trials are left")
 
 
 # ---- The result ----

@@ -63,6 +63,18 @@ def test_tensorboard(example: str, reference: Reference, tmp_path: Path) -> None
         check(collect((tag, one.step, one.value) for tag in tags for one in events.Scalars("1234", tag)), rows)
 
 
+def test_two_runs_of_one_name(example: str, tmp_path: Path) -> None:
+    """Runs of two projects that have one name are two in TensorBoard's store, also when they are written again."""
+    changes = {"--store output": "--store ../all"}
+    line = readme.command("runs/README.md", "... --to tensorboard --store output/tensorboard", changes)
+    for says in ("1 new epochs", "nothing new"):
+        for project, name in (("one", "7"), ("two", r"7-[0-9a-f]{6}")):
+            (tmp_path / project / "output" / "7").mkdir(parents=True, exist_ok=True)
+            (tmp_path / project / "output" / "7" / "metrics.csv").write_text("epoch,train_loss,seconds\n1,2.0,1.0\n")
+            assert re.match(rf"{name}: {says}\n", export(tmp_path / project, line))
+    assert len(list((tmp_path / "all").rglob("events*"))) == 2
+
+
 def test_bad_input(example: str, tmp_path: Path) -> None:
     """A folder without runs, another program's file alone, and a package that is not there are one line each."""
     (tmp_path / "metrics.csv").write_text("a,b\n1,x\n")

@@ -144,6 +144,10 @@ def test_words_are_flags(tmp_path: Path) -> None:
         ("NVIDIA A100-SXM4-40GB", 312),
         ("NVIDIA L40S", 362),
         ("NVIDIA L4", 121),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA A10G", None),
         ("fake GPU", None),
     ],
 )

@@ -289,6 +289,18 @@ def test_stand_in_gpus_on_an_old_slurm(place: Place) -> None:
     assert run.rows["gpus"] == ("2 a node asked for, unusable; ALLOW_CPU=1 permits the CPU", "ok", ""), run.log
 
 
+def test_gpus_by_task(tmp_path: Path) -> None:
+    """With --gpus-per-task no GPU of the node is hidden; SLURM before 21.08 is not asked for what it does not know."""
+    write_program(tmp_path / "venv/bin/python", "exit 1")
+    write_program(tmp_path / "srun", 'echo "$@"')
+    fixed = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VENV": str(tmp_path / "venv"), "SLURM_CPUS_PER_TASK": "2"}
+    fixed |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node1"}
+    for name, value, bound in (("GPUS", "a100:1", 1), ("TRES", "cpu=2,gres/gpu=1", 1), ("TRES", "cpu=2", 0)):
+        env = fixed | {f"SLURM_{name}_PER_TASK": value}
+        done = subprocess.run(["bash", "run.slurm"], cwd=FOLDER, env=env, capture_output=True, text=True, timeout=300)
+        assert done.stdout.count(" --gpu-bind=none ") == bound and not done.returncode, done
+
+
 @needs_lab
 def test_site_exports_nothing(place: Place) -> None:
     """sbatch --export=NONE sets SLURM_EXPORT_ENV=NONE, as some sites do; VENV has its default, for it is lost too."""
@@ -804,7 +816,8 @@ def test_control_groups(preflight: ModuleType, tmp_path: Path, case: str) -> Non
         group = tmp_path / "sys" / "fs" / "cgroup" / name
         group.mkdir(parents=True, exist_ok=True)
         (group / "pids.max").write_text(f"{value}\n")
-    assert preflight.most_pids(str(tmp_path), str(tmp_path / "cgroup")) == most
+    found = preflight.group_limits("pids", ["pids.max"], str(tmp_path), str(tmp_path / "cgroup"))
+    assert min(found, default=-1) == most
     assert preflight.find_limits()["files"][0] > 0
 
 
@@ -1110,17 +1123,37 @@ def test_shared_interfaces(preflight: ModuleType) -> None:
     assert preflight.shared_interfaces(hellos) == ["eth0", "ib0"]
 
 
-def test_memory_of_a_task(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cgroup", "file"),
+    [("0::/job_7/step_0", "job_7/memory.max"), ("4:memory:/job_7/step_0", "memory/job_7/memory.limit_in_bytes")],
+)
+def test_memory_of_a_task(
+    preflight: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str, file: str
+) -> None:
     """What a task may take is its share of what SLURM has given to the job on its node, and of what is free."""
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x16),1")
-    for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU"):
-        monkeypatch.delenv(name, raising=False)
-    free = preflight.free_memory()
-    assert free > 2**20
-    monkeypatch.setenv("SLURM_MEM_PER_NODE", "6")
-    assert preflight.free_memory() == 3 * 2**20
-    monkeypatch.setenv("SLURM_MEM_PER_NODE", "0")  # --mem=0: all of the node's
-    assert preflight.free_memory() == pytest.approx(free, rel=0.2)
+    where = (str(tmp_path), str(tmp_path / "cgroup"))
+    assert preflight.free_memory(*where) > 2**20
+    (tmp_path / "cgroup").write_text(cgroup)
+    path = tmp_path / "sys/fs/cgroup" / file
+    path.parent.mkdir(parents=True)
+    path.write_text("6000\n")
+    assert preflight.free_memory(*where) == 3000
+
+
+@pytest.mark.parametrize("leader", [True, False])
+def test_sizes_begin_together(
+    preflight: ModuleType, job: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, leader: bool
+) -> None:
+    """No task begins with the sizes before the leaders have sent their streams."""
+    order: list[str] = []
+    board = SimpleNamespace(exchange=lambda name, _: order.append(name))
+    monkeypatch.setattr(preflight, "find_network", lambda *_: order.append("network"))
+    monkeypatch.setattr(preflight, "ask", lambda *_: {})
+    job.leader = leader
+    posts = {rank: {"reduce": {"gloo": 1.0}} for rank in range(job.world)}
+    preflight.measure(job, board, {}, None, SimpleNamespace(send=order.append), posts)
+    assert order == ["network"] * leader + ["streams", "sizes"]
 
 
 def test_a_check_that_raises_is_a_row(verdict: ModuleType, job: SimpleNamespace) -> None:

@@ -392,6 +392,22 @@ def test_python_variables(tmp_path: Path) -> None:
     assert quiet.returncode == 0 and quiet.stdout == "[]\n", quiet.stdout + quiet.stderr
 
 
+def test_image_of_jupyter(tmp_path: Path) -> None:
+    """JupyterLab's image sees the folder, as those of the examples do; an image of pyxis is refused."""
+    folder = tmp_path / "jupyter"
+    shutil.copytree(ROOT / "jupyter", folder)
+    shutil.copytree(ROOT / "plumbing", tmp_path / "plumbing")
+    touch(tmp_path, "venv/pyvenv.cfg", "bin/apptainer")
+    (tmp_path / "bin/apptainer").write_text('#!/bin/bash\necho "$@"\nexit 1\n')
+    (tmp_path / "bin/apptainer").chmod(0o755)
+    variables = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "VENV": str(tmp_path / "venv")}
+    variables |= {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_HOST": "login"}
+    bound = f" --bind {folder}:{folder} --bind {tmp_path / 'venv'}:"
+    for image, says in {"a.sif": bound, "pyxis:a.sqsh": "images of pyxis are not known here"}.items():
+        done = run_script(folder, "source ./run.slurm", variables | {"IMAGE": image})
+        assert done.returncode == 2 and says in done.stderr, done
+
+
 @pytest.mark.parametrize("folder", ["/nonexistent", "", "/proc"])
 def test_temporary_folder(tmp_path: Path, folder: str) -> None:
     """A TMPDIR in which nothing can be made, as one of another node, does not end the task."""

@@ -556,7 +556,9 @@ def partition(name: str, **values: str) -> str:
 OLD = {
     "sinfo": """
 cpu|200|128|1|256000|(null)|c[001-200]
+cpu|40|128|1|512000|(null)|f[01-40]
 gpu|30|64|1|515000|gpu:a100:4(S:0-1)|g[01-30]
+gpu|4|64|1|1030000|gpu:a100:4(S:0-1)|g[33-36]
 gpu|2|64|1|515000|gpu:a100:4(S:2-3)|g[31-32]
 gpu|6|96|2|1030000|gpu:h100:2(S:0-1),nvme:1|h[1-6]
 debug|1|64|1|515000|gpu:a100:4(S:0-1)|g01
@@ -628,7 +630,7 @@ def test_new(project: Path, cluster: Callable[..., dict[str, str]]) -> None:
     }  # for jobs: 120 CPUs
     of_h100 = {"max_nodes": 6, "options": ["--hint=nomultithread"]}  # with two threads a core
     assert system.nodes == [  # the default partition first, and one that is down not at all
-        systems.Nodes(partition="cpu", cpus=120, max_nodes=200, max_time="7-00:00:00", whole=True),
+        systems.Nodes(partition="cpu", cpus=120, max_nodes=240, max_time="7-00:00:00", whole=True),
         systems.Nodes("gpu", "a100", 4, gpu_option="--gpus-per-node=a100:{gpus}", **usual),
         systems.Nodes("gpu", "h100", 2, gpu_option="--gpus-per-node=h100:{gpus}", **usual | of_h100),
         systems.Nodes("debug", "a100", 4, cpus_per_gpu=30, max_nodes=1, max_time="00:30:00"),

@@ -229,6 +229,53 @@ def test_children_beside_odd_names(sweep: ModuleType, tmp_path: Path, name: byte
             odd.kill()
 
 
+# The signal in the first of two trials, and whether that ends then; what scontrol answers; what is said.
+ENDINGS: dict[str, tuple[int, bool, str, str]] = {
+    "a trial ends after the notice": (signal.SIGUSR1, True, "exit 0", "trials are left: the task is requeued"),
+    "SLURM refuses": (signal.SIGUSR1, True, "echo no >&2; exit 1", "SLURM refuses to requeue the task (no)"),
+    "no trial ends": (signal.SIGUSR1, False, "exit 0", "raise --time"),
+    "scancel": (signal.SIGTERM, True, "exit 0", ""),
+}
+
+
+@pytest.mark.parametrize("case", ENDINGS)
+def test_ends_with_the_task(
+    sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    """At the time limit a task is started again if trials are left, unless it would go on so for ever."""
+    number, ends, answer, says = ENDINGS[case]
+
+    def train(task: Any, _: Namespace, study: Any, trial: Any) -> bool:
+        signal.raise_signal(number)
+        return sweep.done(study, trial, sweep.TrialState.COMPLETE, 1.0) if ends else False
+
+    monkeypatch.setattr(sweep.Task, "train", train)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{answer}\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    args = Namespace(**SETTINGS, example="x", folder=tmp_path / "sweep", trials=2, startup=1, warmup=0)
+    before = {one: signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
+    try:
+        sweep.work(args)
+    except sweep.SweepError as error:
+        print(error)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    said = capsys.readouterr().out
+    assert says in said and ("requeue" in said) == ("requeue" in says), said
+
+
+def test_settings_of_squeue(sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a user has set for squeue hides no task."""
+    (tmp_path / "squeue").write_text('#!/bin/sh\necho "7_1$SQUEUE_STATES$SLURM_CLUSTERS"\n')
+    (tmp_path / "squeue").chmod(0o755)
+    for name, value in {"SQUEUE_STATES": "PENDING", "SLURM_CLUSTERS": "b", "PATH": f"{tmp_path}:/bin"}.items():
+        monkeypatch.setenv(name, value)
+    assert sweep.living() == {"7_1"}
+
+
 SETTINGS = {"space": {"lr": ["log", 1e-4, 1e-1]}, "metric": "test_loss", "maximize": False, "arguments": []}
 
 

@@ -258,6 +258,13 @@ def environments(folder: Path) -> None:
     run(folder / "project/other/site-packages/tool")
 
 
+def both_at_the_top(folder: Path) -> None:
+    """The project itself is an environment, and has a data set beside its runs."""
+    for part in ("train/class", "val/class", "lib/tool", "output/7"):
+        run(folder / "project" / part)
+    (folder / "project/pyvenv.cfg").touch()
+
+
 def run(folder: Path) -> None:
     """Write a run."""
     folder.mkdir(parents=True)
@@ -279,6 +286,7 @@ BELOW: dict[str, tuple[Callable[[Path], None], str]] = {
     "a link to nothing": (linked_to_nothing, "output/7"),
     "a data set": (data_set, "output/7"),
     "environments": (environments, "output/7"),
+    "both at the top": (both_at_the_top, "output/7"),
 }
 
 

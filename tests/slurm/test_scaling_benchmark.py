@@ -1,5 +1,6 @@
 """benchmarks/scaling.slurm on one and two nodes: it submits the example's own run.slurm, and draws what it measures."""
 
+import argparse
 import csv
 import os
 import re
@@ -47,8 +48,9 @@ def test_scaling(example: str, source: Path, tmp_path: Path) -> None:
     expected = [("weak", 1, 2, 64), ("strong", 1, 2, 64), ("weak", 2, 4, 64), ("strong", 2, 4, 32)]
     assert [tuple(row[name] for name in columns) for row in rows] == [tuple(map(str, row)) for row in expected]
     for row in rows:
-        output = f"{example}-{row['nodes']}-nodes-batch-{row['batch_size']}-epochs-2-round-0"
-        speeds = [part["samples_per_second"] for part in outputs.read_metrics(results / "jobs" / output)]
+        name = f"{example}-{row['nodes']}-nodes-batch-{row['batch_size']}-epochs-2-round-0-??????"
+        (output,) = (results / "jobs").glob(name)
+        speeds = [part["samples_per_second"] for part in outputs.read_metrics(output)]
         assert speeds[1] == float(row["samples_per_second"])
     for scaling in ("weak", "strong"):
         assert re.search(rf"\| {example} \| {scaling} \| fp32 \| 1 \| 2 \| \d+ \| 1\.00 \|", job.log), job.log
@@ -59,6 +61,31 @@ def test_scaling(example: str, source: Path, tmp_path: Path) -> None:
     again = [*ALONE, "--nodes", "1", "2", "--rounds", "1", "--epochs", "2"]
     done = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, timeout=300)  # no job: no SLURM
     assert done.returncode == 0 and "efficiency" in done.stdout, done.stderr
+
+
+SBATCH = """#!/bin/bash
+printf "epoch,samples_per_second,world_size\\n1,1,2\\n2,$$,2\\n" >"$OUTPUT_DIR/metrics.csv"
+touch "$OUTPUT_DIR/model.pt"
+"""
+
+
+def test_measured_anew(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of another run.slurm, or of other options of sbatch, are not taken for those of this one."""
+    from benchmarks import measure
+
+    (tmp_path / "sbatch").write_text(SBATCH)
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    script = tmp_path / "examples" / example / "run.slurm"
+    script.parent.mkdir(parents=True)
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    args = argparse.Namespace(batch_size=64, nodes=[1], epochs=2, output=tmp_path)
+    speeds = []
+    for text, options in (("a", []), ("a", []), ("b", []), ("b", ["--qos=long"])):
+        script.write_text(text)
+        args.sbatch = options
+        speeds.append(measure.run_job(args, example, "weak", 1, 0))
+    assert speeds[0] == speeds[1] and len(set(speeds)) == 3
 
 
 def test_bad_numbers(example: str) -> None:

@@ -248,13 +248,30 @@ def test_no_names(trial: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     for text, cleaned in {
         "cn-007.orion.example: cannot reach cn-008 (10.3.4.5:1234)": "node1.DOMAIN: cannot reach node2 (ADDRESS:1234)",
         "ctl at cn-123, login7.orion.example": "ctl at NODE, NODE",
-        "no /proj/p-12/jane/.venv/bin/python for jane_dft, breakfast": "no .../python for USER_dft, breakfast",
-        "'/scratch/jane/a b', ~/x/y.py": "'.../a b', .../y.py",
+        "no /proj/p-12/jane/.venv/bin/python for jane_dft, breakfast": "no ... for USER_dft, breakfast",
+        "'/scratch/jane/a b', ~/x/y.py": "'...', .../y.py",
+        "/scratch/smith-cancer, '/scratch/Jane Doe/x y.py', /x/Jane Doe/y.pt is": "..., '.../x y.py', .../y.pt is",
+        "PYTHONPATH=/a/b:/home/jane/secret, nfs:/export/labs/x": "PYTHONPATH=...:..., nfs:...",
+        "bind /data/p:/data/q, file:///scratch/x/y.pt, -I/opt/x": "bind ...:..., file:.../y.pt, -I...",
+        "$HOME/x/j.doe, ~doe/z, 2001:db8::1, [fe80::1]:9": "..., ..., ADDRESS, [ADDRESS]:9",
         "fe80::1ff:fe23:4567:890a, aa:bb:cc:dd:ee:ff at 12:30:45": "ADDRESS, ADDRESS at 12:30:45",
         "mail jane@orion.example on fast of p-12": "mail EMAIL on PARTITION of ACCOUNT",
         "127.0.1.1, 4 MB/s, 3/4 or and/or, https://pytorch.org": "127.0.1.1, 4 MB/s, 3/4 or and/or, https://pytorch.org",
     }.items():
         assert clean([{"log": text}])[0]["log"] == cleaned
+
+
+def test_names_like_the_stand_ins(trial: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a report is written, hosts that are called node2 and node3 are its node1 and node2."""
+    monkeypatch.setattr(trial, "describe", lambda *_: "a cluster")
+    monkeypatch.setenv("SLURM_JOB_PARTITION", "ok")
+    job = trial.Trial("1", ["node2", "node3"], 4, 0, 0, tmp_path / "trial-1")
+    job.work.mkdir()
+    job.rows = [trial.row("one", "ok", "node2 is slower than node3")]
+    for _ in range(3):
+        job.write([])
+    assert rows_of((tmp_path / "trial-1.txt").read_text())["one"]["result"] == "node1 is slower than node2"
+    assert rows_of((tmp_path / "trial-1.txt").read_text())["one"]["state"] == "ok"
 
 
 RIGHT = {"epoch": [1, 2, 3, 4], "train_loss": [2, 1, 0.5, 0.4], "test_accuracy": [0.3, 0.6, 0.7, 0.8]}
@@ -334,6 +351,8 @@ def test_time_that_is_left(trial: ModuleType, tmp_path: Path, monkeypatch: pytes
     assert rows["two"]["result"] == "60 s were left, a run may need 65 s"
     trial.work(job)  # as after a requeue
     assert done == ["one", "requeue"]
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    assert trial.ask("printenv", "SLURM_TIME_FORMAT") == "standard\n", "in which the end of the job is read"
 
 
 def test_started_otherwise() -> None:
