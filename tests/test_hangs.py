@@ -24,6 +24,8 @@ def test_stacks(example: str, folder: Path, reference: Reference) -> None:
     edits.hold_epochs(folder, LAUNCHERS[example])
     with open(folder / "held.py", "a") as file:  # what a logger does, to write its last rows
         file.write('__import__("atexit").register(lambda: Path(f"exit-{os.getpid()}").touch())\n')
+        file.write('left_open = [open(f"exit-{kind}-{os.getpid()}", kind) for kind in ("w", "wb")]\n')
+        file.write('__import__("atexit").register(lambda: (left_open[0].write("row"), left_open[1].write(b"row")))\n')
     (folder / edits.HOLD).write_text("1")
     run = runs.start(example, folder, 2)
     run.read_epoch(1)
@@ -39,7 +41,8 @@ def test_stacks(example: str, folder: Path, reference: Reference) -> None:
     assert run.wait().status == 0, run.stderr
     outputs.assert_same_run(folder / "output", reference.output)
     assert "no step for" not in run.stderr
-    assert len(list(folder.glob("exit-*"))) == 2, "what is registered with atexit is called"
+    ended = [path.read_text() for path in folder.glob("exit-*")]
+    assert sorted(ended) == ["", "", *["row"] * 4], "what is registered with atexit is called, and files are written"
 
 
 @pytest.mark.runs("weekly")  # test_one_worker_hangs and slurm/test_hangs.py have ordinary tests of nearly the same

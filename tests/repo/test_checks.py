@@ -307,6 +307,7 @@ RESULTS: dict[str, tuple[dict[str, Any], str | None]] = {
     "train loss": (rows(train_loss=math.inf), "train_loss of epoch 1 is inf"),
     "validation loss": (rows(val_loss=-math.inf), "val_loss of epoch 1 is -inf"),
     "one output": (rows(train_loss=0.0), "train_loss of epoch 1 is exactly 0"),
+    "no number": (rows(note="warm", test_bleu=None, test_top5_accuracy=7.0), "test_top5_accuracy of ep"),  # type: ignore[arg-type]
     "short": ({**rows(), "step": 8}, "epoch 1 has taken 8 of 11 steps"),
     "no step": ({**rows(), "step": 0}, "epoch 1 has taken 0 of 11 steps"),
     "right": (rows(), None),
@@ -327,6 +328,14 @@ def test_results(checks: ModuleType, case: str) -> None:
     progress, text = RESULTS[case]
     message, switch = judged(checks, progress, [{"weights": True}] * 2)
     assert message is text is None or (text in message and (switch is None) == ("ALLOW_NAN" not in message))
+
+
+def test_long_epoch(checks: ModuleType) -> None:
+    """An epoch that ends after more steps than were counted is refused; a save within the next epoch is not."""
+    for before, refused in (({"step": 0, "history": []}, True), (rows(), False), ({"step": 30, **rows()}, False)):
+        checks.note_saved(before)
+        message, _ = judged(checks, rows() | {"step": 12})
+        assert (message is not None) == refused and (not refused or "has taken 12 of 11 steps: does a l" in message)
 
 
 def judged(checks: ModuleType, progress: dict[str, Any], reports: Any = ({"weights": True},)) -> Any:
@@ -454,6 +463,36 @@ def test_labels_and_outputs(checks: ModuleType, monkeypatch: pytest.MonkeyPatch,
     message = checks.wrong_labels(Namespace(shape=shape))
     assert (message is not None) == refused, message
     assert not refused or f"the model has {shape[1]} outputs: cross_entropy (train.py:1)" in message
+
+
+class OnDisk(list):
+    """Labels that h5py or zarr would read from the disk."""
+
+    chunks = (64,)
+
+    def __getitem__(self, _: Any) -> Any:
+        raise AssertionError("they are not read")
+
+
+CODES = [0, 1, 2, 30]
+
+
+class Mapped(One):
+    """A data set that has other labels in memory than its samples, as torchvision's with a target_transform."""
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        inputs, label = super().__getitem__(index)
+        return inputs, CODES.index(label)
+
+
+def test_labels_that_reading_changes(checks: ModuleType) -> None:
+    """Labels are those of the samples; what reading changes, or what has to be read from the disk, is not looked at."""
+    mapped = Mapped(np.zeros((36, 2)), CODES * 9)
+    mapped.labels = np.array(CODES * 9)
+    for data, noted in ((mapped, {}), (Data(X, Y), {"least": 0, "most": 9})):
+        checks.look_at_data(Namespace(), data, data, False)
+        assert checks.labels_of_all == noted
+    assert checks.labels_in_memory(Data(X, OnDisk(Y.tolist()))) is None
 
 
 def test_exceptions_that_are_explained(checks: ModuleType) -> None:

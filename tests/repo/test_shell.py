@@ -272,6 +272,57 @@ def test_second_job_in_the_folder(tmp_path: Path, restarts: str, second: str) ->
     assert run.returncode == 0 and run.stdout == "run.slurm: requeueing job 7\n", run.stdout + run.stderr
 
 
+# A job that was restarted, and has saved nothing since then, is asked to stop.
+NOTHING_NEW = """
+source plumbing/job.sh
+scontrol() { :; }
+claim_folder
+{near}
+requeue
+"""
+
+
+@pytest.mark.parametrize(("near", "status"), [("", 0), ("near_end || true", 1)])
+def test_stopped_without_progress(tmp_path: Path, near: str, status: int) -> None:
+    """Preempted twice within one evaluation it goes on; one whose time is not enough for a step does not."""
+    run = shell(tmp_path, NOTHING_NEW.replace("{near}", near), **FIRST | {"SLURM_RESTART_COUNT": "1"})
+    assert run.returncode == status and ("no new checkpoint since" in run.stderr) == bool(status), run.stderr
+
+
+# SLURM says once when the job ends, and then does not answer.
+END = """
+source plumbing/job.sh
+echo "$SLURM_TIME_FORMAT"
+scontrol() {
+    [[ ! -e asked ]] || return 1
+    touch asked
+    echo "   StartTime=x EndTime=$(date -d "100 seconds ago" +%FT%T) Deadline=N/A"
+}
+for _ in 1 2; do near_end && echo near; done
+"""
+
+
+def test_end_of_a_job(tmp_path: Path) -> None:
+    """It is the last one that is known, and has the format that `date` reads, whatever the user's shell asks for."""
+    run = shell(tmp_path, END, **FIRST | {"SLURM_TIME_FORMAT": "relative"})
+    assert run.stdout == "standard\nnear\nnear\n", run.stdout + run.stderr
+
+
+SUCCEED = """
+source plumbing/job.sh
+scontrol() { :; }
+sbatch() { echo "$* with $OUTPUT_DIR" >&2; echo 8; }
+succeed
+"""
+
+
+def test_environment_of_the_next_job(tmp_path: Path) -> None:
+    """The job that goes on has the variables that name folder and program, also where a site's header exports none."""
+    run = shell(tmp_path, SUCCEED, **FIRST | {"SLURM_JOB_NAME": "x", "SBATCH_EXPORT": "NONE"})
+    assert run.returncode == 0 and "job 8 will continue it" in run.stdout, run.stderr
+    assert " --export=ALL " in run.stderr and "with output/7" in run.stderr
+
+
 def test_id_that_comes_again_on_purpose(tmp_path: Path) -> None:
     """With OUTPUT_DIR a job of the same id goes on, with its own program; the older one is kept. So do array tasks."""
     touch(tmp_path, "train.py")

@@ -10,7 +10,9 @@ from .launchers import fail, rank
 
 def read_config(path):
     """Return DeepSpeed's config file as a dict with all sections of which train.py sets values."""
-    kept = Path(sys.argv[0]).parent / path  # in a job, beside the copy of train.py: see requeue.sh
+    folder = Path(sys.argv[0]).parent
+    # In a job that is a copy of the program, which requeue.sh has made, with this file.
+    kept = folder / path if (folder / ".commit").exists() else path
     try:
         text = (kept if kept.exists() else path).read_text()
         config = json.loads(text, parse_constant=refuse_constant)

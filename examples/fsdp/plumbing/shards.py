@@ -92,12 +92,15 @@ def begin(args, progress):
     epochs, step = position(args, progress)
     folder = args.output_dir / "checkpoint" / f"epoch{epochs}-step{step}"
     if dist.get_rank() == 0:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if json.loads((folder.parent / "run.json").read_text())["tag"] == folder.name:
+                folder = folder.with_name(f"{folder.name}-again")  # that one is needed until then
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed while saving
         with write_errors(folder):
             folder.parent.mkdir(exist_ok=True)  # no parents: a removed --output-dir is an error
         write_metrics(args, progress)
-    dist.barrier()
-    return folder
+    name, *_ = gather(folder.name)  # waits: rank 0 has made room
+    return folder.with_name(name)
 
 
 def save_in_background(args, state, progress, folder):

@@ -3,6 +3,7 @@
 # sources it from $code, the job's copy of the program.
 set -eo pipefail
 job="$SLURM_JOB_ID"
+export SLURM_TIME_FORMAT=standard  # of scontrol, whatever the user's shell asks for
 # In an array the job is this task alone, not the whole array.
 [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 export OUTPUT_DIR KEPT_CODE      # the tasks, which read this file again, have to find the same

@@ -18,7 +18,6 @@ from .deepspeed_config import config_errors, note_config, print_config, read_con
 from .files import lock, write
 from .launchers import (
     check_connected,
-    end,
     end_on_ctrl_c,
     end_with_loader_workers,
     fail,

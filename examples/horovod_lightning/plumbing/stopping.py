@@ -3,7 +3,8 @@
 import os
 from datetime import timedelta
 
-from .launchers import rank, wait_for_unfinished
+from . import checks
+from .launchers import gather, rank, wait_for_unfinished
 from .records import finish
 from .settings import position
 
@@ -40,19 +41,20 @@ def stop(args, progress):
 def until_stopped(args, progress, test_loader, save, *parts):
     """Yield the batches of an evaluation; if the job has to stop meanwhile, save and end.
 
-    Each process looks before as many full batches as all have, since some may have one more.
+    What is saved already is not saved again: requeue.sh would take that for progress. Each process
+    looks before as many batches as all have, since some may have one more.
     `save` is save_checkpoint, and `parts` is what it gets between args and progress.
     """
     import torch
     import torch.distributed as dist
 
-    processes = getattr(args, "groups", args.world_size)
-    common = len(test_loader.dataset) // processes // args.batch_size
+    common = min(gather(len(test_loader)))
     for number, batch in enumerate(test_loader):
         if number < common:
             request = torch.tensor([int(stop_requested())])
             dist.all_reduce(request, dist.ReduceOp.MAX)
             if request.item():
-                save(args, *parts, progress)
+                if checks.last_saved["step"] != progress["step"]:
+                    save(args, *parts, progress)
                 stop(args, progress)
         yield batch

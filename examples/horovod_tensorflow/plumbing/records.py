@@ -43,6 +43,7 @@ def print_header(args, what, device, progress):
     """
     hosts = gather(os.uname().nodename)
     hangs.watch(args, progress, rank(), hosts)
+    checks.note_saved(progress)  # a resumed run begins with what is saved
     if rank() > 0:
         return
     ranks = {}

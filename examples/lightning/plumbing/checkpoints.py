@@ -49,7 +49,7 @@ def read_checkpoint(args, model, name=CHECKPOINT):
     if error:
         return error
     if not path.exists():
-        return None
+        return earlier_run(args, path)
     if not args.resume:
         advice = "add --resume to continue it, or choose another --output-dir"
         return f"{path} is from an earlier run: {advice}"
@@ -71,6 +71,19 @@ def read_checkpoint(args, model, name=CHECKPOINT):
         advice = f"use --epochs {epochs} or more, not {args.epochs}"
         return f"{path} already contains {epochs} epochs: {advice}"
     return checkpoint
+
+
+def earlier_run(args, path):
+    """Return an error message if a run has left something else than this checkpoint, or None."""
+    names = ["model.pt", "model.keras", "adapter", "model"]
+    if not args.resume:  # one killed at its first save may have left these, and begins anew
+        names.append("checkpoint-*.pt")
+    for name in names:
+        for found in args.output_dir.glob(name):
+            missing = path.relative_to(args.output_dir)
+            wrong = f"{args.output_dir} has {found.name} of an earlier run, and no {missing}"
+            return f"{wrong}: choose another --output-dir"
+    return None
 
 
 def damaged(path, reason):
@@ -169,6 +182,7 @@ def check_results(args, model, progress):
     reports = gather(checks.own_report(args, model))
     place = position(args, progress)
     message, switch = checks.judge(args, progress, place, reports)
+    checks.note_saved(progress)
     if place[1] == 0:
         checks.forget_losses()
     if not message:
@@ -221,7 +235,7 @@ def kept_names(args, progress):
         return []
     for path in args.output_dir.glob("checkpoint-epoch-*.pt"):
         number = path.stem.removeprefix("checkpoint-epoch-")
-        if number.isdecimal() and not 0 <= epochs - int(number) < kept:
+        if number.isdecimal() and epochs - int(number) >= kept:
             path.unlink()
     names = [f"checkpoint-epoch-{epochs}.pt"]
     best = min(progress["history"], key=loss_of)

@@ -43,6 +43,8 @@ facts = {}
 labels_of_all = {}
 # note_loss() notes here what the losses of this epoch were.
 losses = {"batches": 0, "before": 0, "finite": True, "loader": None}
+# note_saved() notes here how far the last checkpoint is.
+last_saved = {"step": None, "epochs": None}
 
 
 # What the data are
@@ -62,15 +64,29 @@ def look_at_data(args, train_set, test_set, first):
 
 
 def note_labels(dataset):
-    """Note the least and the most of a data set's labels, if these are whole numbers."""
+    """Note the least and the most of a data set's labels, if these are whole numbers.
+
+    A data set may change what is in memory when a sample is read, as torchvision's do with their
+    target_transform. Then nothing is noted.
+    """
     labels = labels_in_memory(dataset)
-    if labels is None or labels.dtype.kind not in "iu":
+    if labels is None or labels.dtype.kind not in "iu" or labels.ndim != 1:
         return
-    labels = labels[labels != IGNORED]
-    if labels.ndim != 1 or not len(labels):
+    known = labels[labels != IGNORED]
+    if not len(known):
         return
-    least = int(labels.min())
-    most = int(labels.max())
+    least = int(known.min())
+    most = int(known.max())
+    each = stride(len(dataset))
+    places = [each * int((labels == label).argmax()) for label in (least, most)]
+    with same_random_numbers():
+        try:
+            read = reader(own_copy(dataset))
+            found = [array(label).tolist() for _, label in map(read, places)]
+        except Exception:  # if it is an error, training will raise it as well
+            return
+    if found != [least, most]:
+        return
     labels_of_all["least"] = min(least, labels_of_all.get("least", least))
     labels_of_all["most"] = max(most, labels_of_all.get("most", most))
 
@@ -142,11 +158,18 @@ def labels_in_memory(dataset):
             labels = getattr(dataset, "targets", None)
         if labels is None or len(labels) != len(dataset):
             return None
-        labels = array(labels)
-        each = max(1, -(-labels.size // LARGEST))
-        return labels[::each] if labels.dtype.kind in "biuf" and labels.size else None
+        if hasattr(labels, "chunks"):
+            return None  # h5py, zarr and dask read it from the disk
+        labels = labels if hasattr(labels, "shape") else array(labels)
+        labels = array(labels[:: stride(math.prod(labels.shape))])
+        return labels if labels.dtype.kind in "biuf" and labels.size else None
     except Exception:  # something else has this name
         return None
+
+
+def stride(count):
+    """Return at which distance `count` elements are looked at."""
+    return max(1, -(-count // LARGEST))
 
 
 def own_copy(dataset):
@@ -528,6 +551,11 @@ def note_loss(loader, loss):
         losses["loader"] = loader
 
 
+def note_saved(progress):
+    """Note that a checkpoint has this progress, or will have it in a moment."""
+    last_saved.update(step=progress["step"], epochs=len(progress["history"]))
+
+
 def own_report(args, model):
     """Return what this process knows: whether its weights are finite, and its first bad loss.
 
@@ -615,6 +643,11 @@ def judge(args, progress, place, reports):
     if step < 0:
         what = f"epoch {epochs} has taken {steps + step} of {steps} steps"
         return f"{what}: does a loader end too early?", None
+    before = last_saved["epochs"]
+    if step > 0 and before is not None and before < epochs:  # at the end of an epoch
+        what = f"epoch {epochs} has taken {steps + step} of {steps} steps"
+        advice = "drop_last=True leaves out a batch that not all have"
+        return f"{what}: does a loader go on too long? {advice}", None
     if step > 0 or not progress["history"]:
         return None, None
     return judge_metrics(epochs, progress["history"], goes_on)
@@ -635,6 +668,8 @@ def first_bad_loss(args, progress, reports):
 def judge_metrics(epochs, history, goes_on):
     """Return what judge() returns, for the metrics at the end of an epoch."""
     for name, value in history[-1].items():
+        if value is None or isinstance(value, str):
+            continue
         if math.isnan(value) or (name.endswith("loss") and math.isinf(value)):
             what = f"{name} of epoch {epochs} is {value}"
             return f"{what}: look at the data, or lower --lr; {goes_on}", "ALLOW_NAN"

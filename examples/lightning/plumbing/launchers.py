@@ -8,6 +8,8 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import gc
+import io
 import multiprocessing
 import multiprocessing.util
 import os
@@ -110,6 +112,11 @@ def call_exit_functions():
     for function in waiting:
         atexit.unregister(function)
     atexit._run_exitfuncs()
+    # The interpreter would also write what open files have not yet written.
+    for file in gc.get_objects():
+        if type(file) in (io.TextIOWrapper, io.BufferedWriter):
+            with contextlib.suppress(OSError, ValueError):  # it may be closed
+                file.flush()
 
 
 # Launchers of PyTorch

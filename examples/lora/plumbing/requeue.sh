@@ -105,7 +105,8 @@ saved() {
 # Return whether SLURM ends the job in 20 seconds, as it says now: a limit can be changed.
 near_end() {
     noticed="${noticed:-$SECONDS}"
-    ends="$(scontrol show job "$job" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p')" || ends=""
+    said="$(scontrol show job "$job" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p')" || said=""
+    ends="${said:-${ends:-}}"    # the controller may not answer for a moment
     if [[ "$ends" == *T* ]]; then
         [[ "$(date +%s)" -ge $(($(date -d "$ends" +%s) - 20)) ]]
     else                         # without a limit or an answer, as if it was 65 seconds away
@@ -113,10 +114,11 @@ near_end() {
     fi
 }
 
-# Requeue the job, unless nothing was saved since the last restart: that would go on for ever.
+# Requeue the job, unless its time was not enough to save anything since the last restart: that
+# would go on for ever. A job that is preempted is not near its time limit.
 requeue() {
     restarts=$((${SLURM_RESTART_COUNT:-0} + ${SUCCESSION:-0}))
-    if [[ "$restarts" -gt 0 && -z "$(saved "$started")" ]]; then
+    if [[ "$restarts" -gt 0 && "${noticed:-}" && -z "$(saved "$started")" ]]; then
         reason="no new checkpoint since the last restart"
         echo "run.slurm: error: $reason: not requeued again; raise --time" >&2
         return 1
@@ -155,8 +157,8 @@ succeed() {
         for name in "${!SLURM_@}"; do  # what SLURM has told this job is not for the next
             [[ "$name" == SLURM_CONF ]] || unset "$name"
         done
-        sbatch --parsable --dependency="afterany:$job" --open-mode=append "${options[@]}" \
-            "$0" "${arguments[@]}"
+        sbatch --parsable --export=ALL --dependency="afterany:$job" --open-mode=append \
+            "${options[@]}" "$0" "${arguments[@]}"
     )" || return 1
     successor="${successor%%;*}"
     echo "run.slurm: SLURM refuses to requeue job $job: job $successor will continue it, in $log"

@@ -74,6 +74,8 @@ def write_metrics(args, progress):
     history = progress["history"]
     if not history:
         return
-    rows = [history[0].keys(), *(row.values() for row in history)]
+    # A resumed run may have other metrics than the run that it continues.
+    names = list(dict.fromkeys(name for row in history for name in row))
+    rows = [names, *([row.get(name, "nan") for name in names] for row in history)]
     text = "".join(",".join(map(str, row)) + "\n" for row in rows)
     write(args.output_dir / "metrics.csv", lambda file: file.write(text.encode()))

@@ -35,7 +35,10 @@ def fix_summation_order(ddp_model, zeros):
     message = checks.wrong_labels(output)
     if message:
         fail(message)
-    output.sum().backward()
+    # Models for segmentation, for instance, return several tensors in a dict.
+    parts, _ = torch.utils._pytree.tree_flatten(output)
+    tensors = [part for part in parts if getattr(part, "requires_grad", False)]
+    torch.autograd.backward([tensor.sum() for tensor in tensors])
     ddp_model.zero_grad()
     ddp_model.train()
 
