@@ -401,6 +401,8 @@ def test_refused(example: str, folder: Path) -> None:
         "--peak-tflops -1": ["--peak-tflops", "0 or more"],
         "--cpu-offload": ["--cpu-offload needs GPUs"],
         "--layers 0": ["--layers", "1 or more"],
+        "--text-file a.JSONL": ["a.JSONL would be learnt as it stands", "tokenize_text.py"],
+        "--text-file a.csv": ["a.csv would be learnt as it stands"],
     }
     started = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "3", "WORLD_SIZE": "3"}
     refusals.assert_arguments_refused(folder, texts, **started)
