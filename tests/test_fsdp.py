@@ -82,15 +82,17 @@ def test_mesh(example: str, folder: Path, mesh: str) -> None:
     """Every mesh takes the steps of plain PyTorch in one process, gradients clipped and accumulated, to 1e-9 in fp64.
 
     Then another mesh continues with the second epoch, and has plain PyTorch's loss, too. Dropout would differ by group,
-    and be the same within one, whose processes have parts of the same layer.
+    and be the same within one, whose processes have parts of the same layer. Each step has a seed of its own: a run
+    that goes on within an epoch draws the same numbers.
     """
     processes, words = arguments(mesh)
-    seed = '        torch.manual_seed(args.seed + progress["step"] * args.groups + group_rank)  # fsdp: dropout\n'
-    edits.edit(folder / "train.py", seed, f"{seed}        print(f'seed {{torch.initial_seed()}}', flush=True)\n")
+    seed = '            torch.manual_seed(args.seed + progress["step"] * args.groups + group_rank)\n'
+    edits.edit(folder / "train.py", seed, f"{seed}            print(f'seed {{torch.initial_seed()}}', flush=True)\n")
     first = runs.train(example, folder, processes, *words, "--epochs", 1, "--precision", "fp64")
     groups = processes // MESHES[mesh][1]
     assert f"{groups} data-parallel group" in first.stdout
-    assert sorted(re.findall(r"seed (\d)", first.stdout)) == sorted("01"[:groups] * MESHES[mesh][1])
+    seeds = sorted(map(int, re.findall(r"seed (\d+)", first.stdout)))
+    assert seeds == sorted([*range(23 * groups)] * MESHES[mesh][1])
     weights, losses, test_losses = plain_training()
     assert outputs.largest_difference(outputs.read_model(folder / "output"), weights) < 1e-9
     processes, words = arguments("1x1" if mesh == "2x2" else "2x2")
@@ -399,6 +401,8 @@ def test_refused(example: str, folder: Path) -> None:
         "--peak-tflops -1": ["--peak-tflops", "0 or more"],
         "--cpu-offload": ["--cpu-offload needs GPUs"],
         "--layers 0": ["--layers", "1 or more"],
+        "--text-file a.JSONL": ["a.JSONL would be learnt as it stands", "tokenize_text.py"],
+        "--text-file a.csv": ["a.csv would be learnt as it stands"],
     }
     started = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "3", "WORLD_SIZE": "3"}
     refusals.assert_arguments_refused(folder, texts, **started)

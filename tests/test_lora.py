@@ -242,6 +242,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], dict[str, object], list[str]]]
         ["no config.json", "make_model.py", "hf download"],
     ),
     "no tokenizer": (lambda folder: (folder / "model/tokenizer.json").unlink(), {}, ["its tokenizer cannot be loaded"]),
+    "tokenizer.model": (
+        lambda folder: (folder / "model/tokenizer.json").rename(folder / "model/tokenizer.model"),
+        {},
+        ["its tokenizer cannot be loaded", "pip install sentencepiece"],
+    ),
     "damaged tokenizer": (lambda folder: cut(folder / "model/tokenizer.json"), {}, ["its tokenizer cannot be loaded"]),
     "damaged config": (lambda folder: cut(folder / "model/config.json"), {}, ["cannot be loaded"]),
     "no weights": (lambda folder: (folder / "model/model.safetensors").unlink(), {}, ["its model cannot be loaded"]),
@@ -606,6 +611,21 @@ def test_generate_refuses(
     assert line.startswith("generate.py: error: ") and text in line
 
 
+def test_likeliest_tokens(
+    example: str, folder: Path, train: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At --temperature 0 each token is the likeliest, whatever the model's generation_config.json asks for."""
+    program, path = outputs.import_file(folder / "generate.py"), folder / "model" / "generation_config.json"
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.argv", ["generate.py", "--prompt", "The river", "--max-new-tokens", "8"])
+    written = []
+    for others in ({}, {"repetition_penalty": 9.0, "do_sample": True, "top_k": 20, "top_p": 0.8, "temperature": 0.6}):
+        path.write_text(json.dumps(json.loads(path.read_text()) | others))
+        program.main()
+        written.append(capsys.readouterr())
+    assert written[0].out == written[1].out and "top_" not in written[1].err
+
+
 @pytest.mark.parametrize("words", ["--vocabulary 256", "--vocabulary -1", f"--vocabulary {2**70}", "--seed -1",
                                    f"--seed {2**64}", "--text-file none", "--text-file common"])  # fmt: skip
 def test_make_model_refuses(
@@ -683,6 +703,8 @@ def test_half_a_folder(example: str, folder: Path, train: ModuleType, capsys: py
         with pytest.raises(SystemExit, match="2"):
             write_folder(target, part("half", error))
         assert "cannot write" in capsys.readouterr().err and (target / "weights").read_text() == "first"
+    for name in ("adapter.77.tmp", "adapter.77.old"):  # as a process leaves them that is killed here
+        (folder / name).mkdir()
     write_folder(target, part("second", None))
     assert (target / "templates" / "one").read_text() == "second"
     assert (target / "weights").read_text() == "second" and [*folder.glob("adapter*")] == [target]

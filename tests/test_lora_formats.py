@@ -122,7 +122,12 @@ def test_first_and_last_token(example: str, folder: Path, train: ModuleType) -> 
         special = [("<s>", tokenizer.bos_token_id)]
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=special)
 
+    args = arguments(folder, [], text_file=folder / "text.txt")
+    test_lora.load_data(train, args)
+    assert args.begin == ""
     change_tokenizer(folder, begin)
+    test_lora.load_data(train, args)
+    assert args.begin == "<s>"  # no sample of a text has it, which print_sizes says
     pairs = [("<s>The river", " is high<|end|>"), ("The river", " is high"), ("", "The river is high")]
     args = arguments(
         folder, [{"prompt": prompt, "completion": word} for prompt, word in pairs], padding=0, classes=None
@@ -230,7 +235,8 @@ GOOD = '{"prompt": "1 + 1 =", "completion": " 2"}\n'
 LABEL = '{"text": "a river", "label": "water"}\n'
 BAD: dict[str, tuple[str | bytes, list[str]]] = {
     "no JSON": (f"{GOOD}\nprompt: 3\n", ["line 3: it is no JSON", "one object in each line"]),
-    "a list": (f"[{GOOD.strip()}]\n", ["line 1: it is no JSON object"]),
+    "a list": (f"[{GOOD.strip()}]\n", ["line 1: it is a list: have one object in each line", "jq -c"]),
+    "a number alone": ("5\n", ["line 1: it is no JSON object"]),
     "no completion": (GOOD + '{"prompt": "x", "answer": "y"}\n', ['line 2: it has no "completion" but "prompt", "ans']),
     "messages": ('{"messages": []}\n', ['line 1: it has no "text" but "messages"', "turns chats into prompts"]),
     "texts alone": ('{"text": "a"}\n' * 9, ['line 1: it has no "label"', "tokenize_text.py takes texts alone"]),
@@ -285,6 +291,7 @@ def test_refused(example: str, folder: Path, train: ModuleType, capsys: pytest.C
         assert line.startswith("train.py: error: ") and text in line, line
 
     refused("--separate-documents is for a folder of tokens", prompts(), separate_documents=True)
+    refused("--text-file: table.CSV is a table: write each row", [], text_file=Path("table.CSV"))
     refused("--shard cannot train a classifier, whose new head", texts(), shard=True)
     refused("--target-modules score: the model in", texts(), target_modules="score")
     folder_of = folder / "model"
@@ -310,7 +317,7 @@ def test_read(example: str, folder: Path, train: ModuleType) -> None:  # noqa: F
     _, train_set, test_set = test_lora.load_data(train, args)
     assert args.classes == [str(i) for i in range(11)] and args.targets == 1 and args.cut_off is None
     first, number = args.text, len(train_set)
-    args.text_file = args.text_file.with_name("packed.jsonl.gz")
+    args.text_file = args.text_file.with_name("packed.JSON.gz")
     args.text_file.write_bytes(gzip.compress(b"\xef\xbb\xbf" + (folder / "lines.jsonl").read_bytes()))
     test_lora.load_data(train, args)
     assert args.text == first and (number, len(test_set)) == (45, 5)
@@ -327,6 +334,10 @@ def test_read(example: str, folder: Path, train: ModuleType) -> None:  # noqa: F
     args = arguments(folder, rows, context=int(args.cut_off.split()[-3]), compile=True)
     _, train_set, test_set = test_lora.load_data(train, args)
     assert args.cut_off is None
+    tokens, names = torch.tensor([0, 1, 0]), ("unk_token_id", "eos_token_id", "bos_token_id", "pad_token_id")
+    for others, count in (((None, 2, 3), 2), ((0, None, None), 0)):  # the second is GPT-2's, which knows each byte
+        tokenizer = Namespace(**dict(zip(names, (0, *others), strict=True)))
+        assert train.text_data.count_unknown(tokenizer, tokens) == count
     assert train_set[[0]][0].shape == test_set[[1]][0].shape == (1, args.context)  # with --compile one length alone
 
 

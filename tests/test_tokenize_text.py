@@ -234,7 +234,7 @@ def command(
 GOOD = b'{"text": "a river"}\n'
 WRONG = {  # a file's name and content, and what the line has to say
     "no JSON": ("a.jsonl", GOOD * 2 + b'{"text": "a\n', "a.jsonl, line 3: it is no JSON"),
-    "an array": ("a.json", b'[\n {"text": "a river"}\n]\n', "a.json, line 1: it is no JSON"),
+    "an array": ("a.JSON", b'[\n {"text": "a river"}\n]\n', "a.JSON, line 1: it is no JSON .*jq -c"),
     "a list": ("a.jsonl", GOOD + b'["a river"]\n', 'line 2: it has no text with the key "text"'),
     "another key": ("a.jsonl", GOOD + b'{"content": "a"}\n', "line 2: it has no text .* See --key"),
     "a number": ("a.jsonl", b'{"text": 5}\n', "line 1: it has no text"),
@@ -248,6 +248,8 @@ WRONG = {  # a file's name and content, and what the line has to say
     "binary": ("a.txt", b"a river\n\0", "line 2: it has a byte 0"),
     "PDF": ("a.pdf", b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "line 2: it is not UTF-8"),
     "cut gzip": ("a.jsonl.gz", gzip.compress(os.urandom(50).hex().join(["{", "}"]).encode())[:-30], "cannot read a"),
+    "a table": ("a.CSV.gz", b"id,text\n1,a river\n", "a.CSV.gz is a table: write each row"),
+    "Windows": ("a.txt", b"a\r\n" * 70_000 + b"\r\na river", "line 70000: its lines end with .*, and --separator has"),
     "empty": ("a.txt", b"", "there is no document with a letter"),
     "no letter": ("a.jsonl", b'{"text": " \\n"}\n\n', "there is no document with a letter"),
 }
@@ -260,7 +262,7 @@ def test_wrong_files(example: str, folder: Path, command: Callable[[str], list[s
     for case, (name, content, text) in WRONG.items():
         (folder / name).write_bytes(content)
         for how in (f"--tokenizer {path}", "--train-vocabulary 300"):
-            (line,) = command(f"--out tokens {how} {name}")
+            (line,) = command(f"--out tokens --separator \\n\\n {how} {name}")
             assert line.startswith("tokenize_text.py: error: ") and re.search(text, line), (case, how, line)
             assert not (folder / "tokens").exists(), case
 

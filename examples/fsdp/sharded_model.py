@@ -46,6 +46,11 @@ def check_sizes(parser, args):
     if args.separate_documents and not folder:
         advice = "give --text-file a folder that tokenize_text.py has written"
         parser.error(f"--separate-documents needs tokens that end documents: {advice}")
+    endings = tokenize_text.LINES + tokenize_text.TABLES
+    name = args.text_file.name.lower().removesuffix(".gz") if args.text_file else ""
+    if name.endswith(endings) and not folder:
+        wrong = f"--text-file {args.text_file} would be learnt as it stands, byte by byte"
+        parser.error(f"{wrong}: write tokens with tokenize_text.py")
     if args.cpu_offload and not torch.cuda.is_available():
         parser.error("--cpu-offload needs GPUs: without, everything is in CPU memory anyway")
 

@@ -4,9 +4,9 @@ python tokenize_text.py --out tokens --train-vocabulary 8000 book.txt corpus.jso
 python tokenize_text.py --out tokens --tokenizer FOLDER corpus.jsonl
 python tokenize_text.py --verify tokens
 
-A file named .jsonl or .json has a document in each line, {"text": ...}. Any other file is one
-document, or several that --separator divides. A file may be compressed by gzip. The tokens are the
-same for any number of processes, none of which holds more than a few megabytes of text.
+A file named .jsonl, .ndjson or .json has a document in each line, {"text": ...}. Any other file is
+one document, or several that --separator divides. A file may be compressed by gzip. The tokens are
+the same for any number of processes, none of which holds more than a few megabytes of text.
 """
 
 import argparse
@@ -31,6 +31,9 @@ from pathlib import Path
 import numpy as np
 
 INDEX = "tokens.json"  # in the folder of the tokens; it is written last
+LINES = (".jsonl", ".ndjson", ".json")  # endings of files that have an object in each line
+TABLES = (".csv", ".tsv", ".parquet")
+ONE_A_LINE = "have one object in each line, as jq -c '.[]' writes those of a list"
 END = "<|end|>"  # ends a document, with a vocabulary that is trained here
 PIECE = 2**17  # letters: a longer document is encoded in pieces of about this length
 BATCH = 2**19  # letters that a process gets at once
@@ -139,17 +142,25 @@ def open_text(path):
     return file
 
 
+def has_lines(path):
+    """Return whether a file has JSON lines, by its name. Raises WrongInput if it is a table."""
+    name = path.name.lower().removesuffix(".gz")
+    if name.endswith(TABLES):
+        raise WrongInput(f"{path} is a table: write each row that you need as a line of JSON")
+    return name.endswith(LINES)
+
+
 def read_file(path, key, separator):
     """Yield the text of a file in parts: each with whether a document ends with it.
 
     Raises WrongInput with the file's name and the number of the line if it cannot be used.
     """
-    name = path.name.removesuffix(".gz")
+    of_lines = has_lines(path)
     lines = 0
     try:
         with open_text(path) as file:
-            read = read_json(file, key) if name.endswith((".jsonl", ".json")) else read_text(file)
-            if separator and not name.endswith((".jsonl", ".json")):
+            read = read_json(file, key) if of_lines else read_text(file)
+            if separator and not of_lines:
                 read = divide(read, separator)
             for text, ends, number in read:
                 lines = number
@@ -175,7 +186,8 @@ def read_json(file, key):
         except UnicodeDecodeError as error:
             raise WrongInput(f"line {number}: it is not UTF-8 ({error.reason})") from None
         except (ValueError, RecursionError) as error:
-            raise WrongInput(f"line {number}: it is no JSON ({error})") from None
+            wrong = f"line {number}: it is no JSON ({error})"
+            raise WrongInput(f"{wrong}: {ONE_A_LINE}") from None
         if not isinstance(document, dict) or not isinstance(document.get(key), str):
             wrong = f'line {number}: it has no text with the key "{key}"'
             raise WrongInput(f"{wrong}: is it one JSON object a line? See --key")
@@ -224,12 +236,18 @@ def divide(parts, separator):
     """Yield the documents of a text that a separator divides, as read_text yields its parts."""
     rest = ""
     number = 1
+    other = separator.replace("\n", "\r\n")  # as a file of Windows has it
     for text, ends, number in parts:
-        *whole, rest = (rest + text).split(separator)
+        rest += text
+        if separator not in other and other in rest:
+            line = number - rest[rest.index(other) :].count("\n")
+            wrong = f"line {line}: its lines end with \\r\\n, and --separator has \\n alone"
+            raise WrongInput(f"{wrong}: remove each \\r with tr -d '\\r'")
+        *whole, rest = rest.split(separator)
         for document in whole:
             yield document, True, number
         if not ends:  # a separator may have begun in the last letters
-            known = max(0, len(rest) - len(separator) + 1)
+            known = max(0, len(rest) - len(other) + 1)
             yield rest[:known], False, number
             rest = rest[known:]
     yield rest, True, number
@@ -511,7 +529,7 @@ def count(arrays, counts, unknown):
 def parse_args(parser):
     """Return the arguments; refuse those that cannot work."""
     add = parser.add_argument
-    add("files", nargs="*", type=Path, help="texts, and files of JSON lines (.jsonl, .json)")
+    add("files", nargs="*", type=Path, help=f"texts, and files of JSON lines ({', '.join(LINES)})")
     add("--out", type=Path, help="the folder to write; it must not exist yet")
     add("--tokenizer", type=Path, help="folder with a tokenizer.json, such as that of a model")
     words = "train a tokenizer with so many tokens on the files"

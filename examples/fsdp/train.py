@@ -47,9 +47,7 @@ def parse_args():
     add("--width", type=int, default=128, help="numbers by which the model represents a token")
     add("--layers", type=int, default=2, help="blocks of the model")
     add("--heads", type=int, default=4, help="heads of each block's attention")
-    add(
-        "--replicas", type=int, default=1, help="whole models, each shared out over fewer processes"
-    )
+    add("--replicas", type=int, default=1, help="whole models, each shared out over processes")
     add("--tensor-parallel", type=int, default=1, help="processes that share each layer's work")
     add("--gradient-checkpointing", action="store_true", help="less memory, a third more computing")
     add("--cpu-offload", action="store_true", help="weights and optimizer in CPU memory (GPUs)")
@@ -102,8 +100,11 @@ def train_one_epoch(args, model, train_loader, optimizer, device, progress):
     start = time.perf_counter() - progress["seconds"]
     # Loss and tokens. The same tensor is in progress: what is added here is also in a checkpoint.
     sums = progress["sums"]
+    group_rank = dist.get_rank() // args.tensor_parallel
     for number, (tokens, labels) in enumerate(train_loader, 1):
         completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: of so many
+        if (number - 1) % args.gradient_accumulation_steps == 0:  # fsdp: dropout differs by group
+            torch.manual_seed(args.seed + progress["step"] * args.groups + group_rank)
         seconds = time.perf_counter() - start
         # stop: 0 asks to go on, 1 to save after this step, 2 to save and stop
         request = torch.tensor([plumbing.requested(args, progress, seconds)])
@@ -300,7 +301,6 @@ def main(args):
     sharded_model.print_mesh(args, model, progress)
     for epoch in range(len(progress["history"]), args.epochs):
         sampler.set_epoch(epoch)  # fsdp: shuffles anew; each process takes its part of one order
-        torch.manual_seed(args.seed + progress["step"] * args.groups + group_rank)  # fsdp: dropout
         batches = BatchSampler(sampler, args.batch_size, drop_last=True)
         batches = plumbing.batches_left(args, progress, batches)  # if it was stopped in this epoch
         train_loader = DataLoader(train_set, sampler=batches, **loading)

@@ -97,6 +97,9 @@ def main():
     how["do_sample"] = args.temperature > 0
     if args.temperature:
         how["temperature"] = args.temperature
+    else:  # the model's generation_config.json may have these
+        how |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1}
+        how |= {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # as if none were given
     tokens = tokens.to(model.device)
     mask = torch.ones_like(tokens)  # without it a token that also pads batches would be left out
     (written,) = model.eval().generate(tokens, attention_mask=mask, **how)

@@ -152,7 +152,11 @@ def load_tokenizer(args):
         return transformers.AutoTokenizer.from_pretrained(args.model_dir, **LOCAL)
     except Exception as error:  # it depends on which file is missing or damaged
         wrong = f"its tokenizer cannot be loaded ({one_line(error)})"
-        fail(f"--model-dir {args.model_dir}: {wrong}: copy it there again")
+        advice = "copy it there again"
+        others = (args.model_dir / "tokenizer.model", args.model_dir / "tokenizer.json")
+        if [path.exists() for path in others] == [True, False]:
+            advice += ", and pip install sentencepiece, which reads tokenizer.model"
+        fail(f"--model-dir {args.model_dir}: {wrong}: {advice}")
 
 
 def options(args, tokens):
@@ -446,6 +450,11 @@ def write_folder(folder, *parts):
     """Write what parts, such as a model, save, into a folder: all of it or nothing."""
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     old = folder.with_name(f"{folder.name}.{os.getpid()}.old")
+    # A run that was killed while it wrote has left these.
+    left = [*folder.parent.glob(f"{folder.name}.*.tmp")]
+    left += folder.parent.glob(f"{folder.name}.*.old") if folder.exists() else []
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
     try:
         for part in parts:
             part.save_pretrained(temporary)
@@ -499,7 +508,7 @@ def write_model(args, model, tokenizer, folder):
 def print_sizes(args, model):
     """Print on rank 0 how many weights are trained, and how much a step therefore exchanges.
 
-    Before that it prints what classes there are, and how many samples were cut off, if any.
+    Before that it prints what classes there are, how many samples were cut off, and what they lack.
     """
     if dist.get_rank() > 0:
         return
@@ -508,6 +517,8 @@ def print_sizes(args, model):
         print(f"{len(args.classes)} classes: {', '.join(args.classes[:10])}{more}")
     if args.cut_off:
         print(args.cut_off)
+    if args.begin:
+        print(f"note: generate.py begins a prompt with {args.begin}, and no sample begins with it")
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     count = sum(weight.numel() for weight in trained)
     item = trained[0].element_size()

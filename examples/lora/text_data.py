@@ -38,9 +38,14 @@ def load(args, tokenizer):
     args.end = None  # the token that ends a document, where documents are kept apart
     args.classes = None
     args.cut_off = None
-    name = args.text_file.name.removesuffix(".gz")
-    if name.endswith(".jsonl") and not args.text_file.is_dir():
+    args.begin = None  # the token that begins a prompt, but no sample of a text
+    try:
+        of_lines = not args.text_file.is_dir() and tokenize_text.has_lines(args.text_file)
+    except tokenize_text.WrongInput as error:
+        fail(f"--text-file: {error}")
+    if of_lines:
         return load_lines(args, tokenizer)
+    args.begin = "".join(tokenizer.convert_ids_to_tokens(first_token(tokenizer)))
     tokens = tokenize(args, tokenizer, read_text(args))
     samples = (len(tokens) - 1) // args.context
     split = (samples - max(1, samples // 10)) * args.context
@@ -118,7 +123,9 @@ def check_tokens(args, tokenizer, count, unknown):
 def count_unknown(tokenizer, tokens):
     """Return how many of the tokens stand for what the tokenizer does not know."""
     unknown = tokenizer.unk_token_id
-    return 0 if unknown is None else (tokens == unknown).sum().item()
+    if unknown in (None, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        return 0  # such as GPT-2's, which knows each byte: the token ends a text, or pads a batch
+    return (tokens == unknown).sum().item()
 
 
 def check_unknown(args, tokenizer, count, unknown):
@@ -259,7 +266,9 @@ def read_object(line):
         raise tokenize_text.WrongInput(f"it is not UTF-8 ({error.reason}): {advice}") from None
     except (ValueError, RecursionError) as error:
         wrong = f"it is no JSON ({error})"
-        raise tokenize_text.WrongInput(f"{wrong}: have one object in each line") from None
+        raise tokenize_text.WrongInput(f"{wrong}: {tokenize_text.ONE_A_LINE}") from None
+    if isinstance(row, list):
+        raise tokenize_text.WrongInput(f"it is a list: {tokenize_text.ONE_A_LINE}")
     if not isinstance(row, dict):
         raise tokenize_text.WrongInput(f"it is no JSON object: {EXPECTED}")
     return row
