@@ -109,13 +109,12 @@ def train_one_epoch(args, accelerator, ddp_model, train_loader, optimizer, progr
         optimizer.step()
         optimizer.zero_grad()
         progress["step"] += 1
-        action = request.item()
-        if action >= 1:
+        if request >= 1:
             progress["seconds"] = time.perf_counter() - start
             model = accelerator.unwrap_model(ddp_model)
             save_checkpoint(args, accelerator, model, optimizer, progress)
             start = time.perf_counter() - progress["seconds"]  # a save is no training
-        if action == 2:
+        if request == 2:
             plumbing.stop(args, progress)  # stop: ends this process; run.slurm requeues the job
     progress["seconds"] = time.perf_counter() - start
     sums = accelerator.reduce(sums)  # accelerate: sum over all processes, which all call this

@@ -131,11 +131,11 @@ def train_one_epoch(args, model, train_loader, optimizer, device, progress):
         optimizer.step()  # fsdp: each process updates its shard of the weights
         optimizer.zero_grad()
         progress["step"] += 1
-        action = request.item()
-        if action >= 1:
+        if request >= 1:
             progress["seconds"] = time.perf_counter() - start
             save_checkpoint(args, model, optimizer, progress)
-        if action == 2:
+            start = time.perf_counter() - progress["seconds"]  # a save is no training
+        if request == 2:
             plumbing.stop(args, progress)  # stop: ends this process; run.slurm requeues the job
     progress["seconds"] = time.perf_counter() - start
     sums = sums.clone()

@@ -131,7 +131,6 @@ def train_one_epoch(args, ddp_model, train_loader, parts, device, progress):
         if args.max_grad_norm:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
-        # All groups get this rate in each step. A schedule of yours goes here, nowhere else.
         for param_group in optimizer.param_groups:
             param_group["lr"] = learning_rate(args, progress["step"])
         scaler.step(optimizer)
@@ -139,12 +138,11 @@ def train_one_epoch(args, ddp_model, train_loader, parts, device, progress):
         optimizer.zero_grad()
         classifiers.average_statistics(ddp_model)  # ddp: those of BatchNorm, over all processes
         progress["step"] += 1
-        action = request.item()
-        if action >= 1:
+        if request >= 1:
             progress["seconds"] = time.perf_counter() - start
             save_checkpoint(args, parts, progress)
             start = time.perf_counter() - progress["seconds"]  # a save is no training
-        if action == 2:
+        if request == 2:
             plumbing.stop(args, progress)  # stop: ends this process; run.slurm requeues the job
     progress["seconds"] = time.perf_counter() - start
     sums = sums.clone()

@@ -71,7 +71,7 @@ def in_loader(folder: Path) -> None:
 
 def out_of_loop(folder: Path) -> None:
     """Have rank 1 leave its loop early, and wait for the others elsewhere."""
-    line = '        if action >= 1:\n            progress["seconds"]'
+    line = '        if request >= 1:\n            progress["seconds"]'
     leave = (
         '        if dist.get_rank() == 1 and progress["step"] == 20:\n            print("planted")\n            break\n'
     )
