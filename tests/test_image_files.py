@@ -645,6 +645,13 @@ def test_upright(example: str, image_files: ModuleType, form: str, orientation: 
     assert (image_files.decode(content).permute(1, 2, 0).numpy() == np.asarray(expected)).all()
 
 
+@pytest.mark.parametrize("form", ["PNG", "WEBP"])
+def test_damaged_exif(example: str, image_files: ModuleType, form: str) -> None:
+    """An image is intact if what is damaged is its EXIF."""
+    content = saved("RGB", form, exif=b"Exif\0\0no EXIF at all")
+    assert (image_files.decode(content) == image_files.decode(saved("RGB", form))).all()
+
+
 def test_decoded_with_a_warning(example: str, image_files: ModuleType) -> None:
     """A JPEG with bytes between its parts, which libjpeg only warns of, is an image all the same."""
     content = saved("RGB", "JPEG")
@@ -743,7 +750,7 @@ def test_weights_in_another_form(example: str, classifiers: ModuleType, tmp_path
     weights = {key: w.half().float() if w.is_floating_point() else w for key, w in small_model().state_dict().items()}
     torch.save(WEIGHTS[case](weights), tmp_path / "weights.pth")
     model = small_model()
-    classifiers.load_weights(model, "small", tmp_path / "weights.pth", new_head=False)
+    classifiers.load_weights(model, "small", tmp_path / "weights.pth")
     assert all(torch.equal(weight, weights[key]) for key, weight in model.state_dict().items())
 
 
@@ -794,11 +801,11 @@ def test_weights_refused(
     make, texts = BAD_WEIGHTS[case]
     content, path = make(small_model().state_dict()), tmp_path / "weights.pth"
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
-    call = lambda: classifiers.load_weights(small_model(), "small", path, new_head=False)  # noqa: E731
+    call = lambda: classifiers.load_weights(small_model(), "small", path)  # noqa: E731
     assert_one_line(image_files, call, f"--weights {path}", *texts)
     if case == "other classes":
         model = small_model()
-        classifiers.load_weights(model, "small", path, new_head=True)
+        classifiers.load_weights(model, "small", path, small_model(7))
         assert torch.equal(model[0].weight, content["0.weight"]) and len(model[3].weight) == 6
 
 
@@ -823,10 +830,30 @@ def test_new_head_that_is_declared_first(example: str, classifiers: ModuleType, 
 
     space: dict[str, Any] = {}
     exec(HEAD_FIRST, space)
-    other, model = space["OwnModel"](10), space["OwnModel"](6)
-    torch.save(other.state_dict(), tmp_path / "weights.pth")
-    classifiers.load_weights(model, "own", tmp_path / "weights.pth", new_head=True)
-    assert torch.equal(model.backbone[0].weight, other.backbone[0].weight) and model.head.out_features == 6
+    model = space["OwnModel"](6)
+    own = model.head.weight.clone()
+    for classes in (10, 6):  # the second file has as many as the data
+        other = space["OwnModel"](classes)
+        torch.save(other.state_dict(), tmp_path / "weights.pth")
+        classifiers.load_weights(model, "own", tmp_path / "weights.pth", space["OwnModel"](7).to("meta"))
+        assert torch.equal(model.backbone[0].weight, other.backbone[0].weight) and torch.equal(model.head.weight, own)
+
+
+def test_pixels_of_weights(
+    example: str,
+    image_files: ModuleType,
+    classifiers: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Models whose weights torchvision trained with other pixels get these, or are refused in one line."""
+    get_model: Callable = lambda name, num_classes, **options: seen.append(options) or small_model(num_classes)  # noqa: E731
+    monkeypatch.setattr(classifiers.models, "get_model", get_model)
+    seen: list[dict] = []
+    for name in ("googlenet", "inception_v3", "resnet18"):
+        classifiers.make(name, 6, 4)
+    assert [options.get("transform_input") for options in seen] == [True, True, None]
+    call = lambda: classifiers.load_weights(small_model(), "efficientnet_v2_l", Path("weights.pth"))  # noqa: E731
+    assert_one_line(image_files, call, "--weights: ", "set MEAN = STD = (0.5, 0.5, 0.5) in image_files.py")
 
 
 def norms() -> dict[str, Callable[[], Any]]:

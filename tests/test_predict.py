@@ -83,7 +83,10 @@ def test_killed_and_stopped(example: str, folder: Path, reference: Reference) ->
     (folder / "images" / "val" / "one" / "new.png").write_bytes(b"")
     assert_refused(start(folder, 3, "--resume").wait(), "of other images")
     os.remove(folder / "images" / "val" / "one" / "new.png")
-    run = start(folder, 3, "--resume").wait()
+    # Two parts are left, so that the third process has none: it waits longer for them than --timeout.
+    edits.edit(program, "            rows = []\n", "            rows = __import__('time').sleep(30) or []\n")
+    run = start(folder, 3, "--resume", "--timeout", "20").wait()
+    program.write_text(shipped)
     assert run.status == 0 and "8 of them done before" in run.stdout, run.stderr
     accuracy = outputs.read_metrics(folder / "output")[-1]["test_accuracy"]
     assert_correct(folder, folder / "predictions", accuracy)

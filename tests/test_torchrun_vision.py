@@ -184,6 +184,10 @@ def test_weights(example: str, folder: Path, reference: Reference) -> None:
     weights, before = (outputs.read_model(path) for path in (folder / "output", reference.output))
     trained = [name for name in before if not re.search("running_|num_batches", name)]
     assert all(torch.equal(weights[name], before[name]) for name in trained)
+    runs.train(example, folder, 2, *words.split(), "--new-head", "--output-dir", "output/same")
+    weights = outputs.read_model(folder / "output" / "same")
+    others = {name for name in trained if not torch.equal(weights[name], before[name])}
+    assert others == {"fc.weight", "fc.bias"}
     for part in ("train", "val"):
         shutil.rmtree(folder / "images" / part / "six")
     runs.train(example, folder, 2, *words.split(), "--new-head", "--output-dir", "output/new")

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchvision import models
 
+import image_files
 import plumbing
 from common.data import DataError
-from image_files import what_it_is
 
 NAMES = models.list_models(module=models)
 
@@ -41,6 +41,8 @@ def make(name, classes, image_size):
     options = {}
     if name in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": True}  # it has one output, as the others
+        # Their weights were trained with other pixels than MEAN and STD make; this makes those.
+        options["transform_input"] = True
     elif name.startswith("vit_"):
         options = {"image_size": image_size}
     try:
@@ -54,20 +56,25 @@ def make(name, classes, image_size):
     return model.train()
 
 
-def load_weights(model, name, path, new_head):
+def load_weights(model, name, path, other=None):
     """Load the weights in a file, a state dict such as torchvision's, into the model of this name.
 
-    With `new_head` the last layer keeps its weights if the file has other classes. A file that
-    cannot be read, or does not fit, raises DataError.
+    With `other`, the same model for another number of classes, the layer in which these two differ
+    keeps its own weights: it starts anew. A file that cannot be read, or does not fit, raises
+    DataError.
     """
+    if name == "efficientnet_v2_l" and image_files.MEAN[0] != 0.5:
+        wrong = "torchvision's weights of efficientnet_v2_l were trained with other pixels"
+        raise DataError(f"--weights: {wrong}: set MEAN = STD = (0.5, 0.5, 0.5) in image_files.py")
     own = model.state_dict()
+    head = different_shapes(own, other.state_dict()) if other else []
     weights = adapt_names(read_weights(path, name), own)
     text = compare(own, weights)
     if text:
         wrong = f"--weights {path} is not of {name}: {text}"
         raise DataError(f"{wrong}. Choose the --model that it is of")
     different = different_shapes(own, weights)
-    if different and not new_head:
+    if different and not other:
         last = different[-1]
         wrong = f"is for {len(weights[last])} classes, and --data-dir has {len(own[last])}"
         raise DataError(f"--weights {path} {wrong}: with --new-head the last layer starts anew")
@@ -75,7 +82,7 @@ def load_weights(model, name, path, new_head):
     if bad:
         wrong = f"--weights {path} has numbers that are not finite, in {bad[0]}"
         raise DataError(f"{wrong}: of a run that went wrong")
-    kept = {key: weight for key, weight in weights.items() if key not in different}
+    kept = {key: weight for key, weight in weights.items() if key not in {*different, *head}}
     model.load_state_dict(kept, strict=False)
 
 
@@ -84,7 +91,7 @@ def read_weights(path, name):
     try:
         with open(path, "rb") as file:
             start = file.read(99)
-        reason = what_it_is(start)
+        reason = image_files.what_it_is(start)
         if start[8:9] == b"{":  # a header in JSON stands after its length
             advice = "torch.save(safetensors.torch.load_file(FILE), path) writes it anew"
             reason = f"it is of safetensors: {advice}"

@@ -48,7 +48,7 @@ HIDDEN = ("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN")
 BITS = 48
 # --image-size may be up to this. Larger images are cut into tiles beforehand.
 LARGEST = 4096
-# These are ImageNet's, with which torchvision's weights were trained.
+# These are ImageNet's, with which torchvision's weights were trained: load_weights has exceptions.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 
@@ -118,7 +118,9 @@ def decode(content):
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as file:
             pixels = pixels_of(file, content)
-            orientation = file.getexif().get(0x0112, 1)
+            orientation = 1
+            with contextlib.suppress(Exception):  # what is wrong in there is no pixel
+                orientation = file.getexif().get(0x0112, 1)
             frames = getattr(file, "n_frames", 1) if file.format in ("GIF", "WEBP") else 1
     except Exception:  # a damaged file can raise almost anything
         raise ValueError(what_it_is(content) or "it cannot be decoded") from None

@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 import zlib
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -235,10 +236,13 @@ def main(args):
     in_turn = [batch for number in mine for batch in batches[number]]
     loader = load_batches(args, settings, paths, in_turn, device)
 
+    # A process without a part waits for those of the others, which may take longer than --timeout.
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     rounds = math.ceil(len(missing) / args.world_size)
     for turn in range(rounds):
         vote = torch.tensor([int(plumbing.stop_requested())])
-        dist.all_reduce(vote, dist.ReduceOp.MAX)  # stop: all stop after the same round
+        # stop: all stop after the same round
+        dist.all_reduce(vote, dist.ReduceOp.MAX, group=patient)
         if vote.item():
             if rank == 0:
                 (args.output_dir / "stopped").touch()
@@ -255,7 +259,7 @@ def main(args):
             plumbing.write(part_path(args, mine[turn]), lambda file, lines=lines: file.write(lines))
         progress["step"] += 1
 
-    dist.barrier()  # ddp: until all parts are there
+    dist.barrier(group=patient)  # ddp: until all parts are there
     if rank == 0:
         join_parts(args, count)
     message = f"finished: {len(paths)} images, {args.output_dir / 'predictions.csv'}"

@@ -217,7 +217,10 @@ def resume(args, parts, device):
         if dist.get_rank() > 0:
             progress["sums"].zero_()  # ddp: rank 0 alone keeps them: they are those of all
     elif args.weights:
-        classifiers.load_weights(parts["model"], args.model, args.weights, args.new_head)
+        other = None
+        if args.new_head:
+            other = make_parts(args, len(args.classes) + 1, torch.device("meta"))["model"]
+        classifiers.load_weights(parts["model"], args.model, args.weights, other)
     return progress
 
 
