@@ -5,13 +5,11 @@ download that was cut off, is refused in one line.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
 import warnings
 import zlib
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -19,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from common.models import positions_in_documents
-from plumbing import fail, gather, original
+from plumbing import fail, gather, original, others_waiting
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # training never downloads: compute nodes seldom have internet
 try:
@@ -471,14 +469,6 @@ def write_folder(folder, *parts):
         wrong = f"cannot write {folder} ({error}): is the disk full, or your quota?"
         fail(f"{wrong} Free some space, then use --resume")
     shutil.rmtree(old, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def others_waiting():
-    """Have all processes wait until rank 0 has written, which may take longer than --timeout."""
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    yield
-    dist.barrier(patient)
 
 
 def save(args, model, tokenizer, folder):

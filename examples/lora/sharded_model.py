@@ -31,7 +31,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 import model_files
 import plumbing
 import text_data
-from plumbing import checkpoints, fail, gather, rank, shards
+from plumbing import checkpoints, fail, gather, others_waiting, rank, shards
 
 # Bytes of a weight that are read at a time for its checksum.
 PIECE = 2**26
@@ -371,7 +371,7 @@ def save(args, model, tokenizer, path):
         trained = [(name, weight) for name, weight in weights if weight.requires_grad]
         state = {name: weight.full_tensor().cpu() for name, weight in trained}
         parts_to_save = [functools.partial(model.save_pretrained, state_dict=state)]
-    with model_files.others_waiting():
+    with others_waiting():
         if rank() == 0:
             writers = [SimpleNamespace(save_pretrained=function) for function in parts_to_save]
             model_files.write_folder(path, *writers)

@@ -26,7 +26,6 @@ import tarfile
 import tempfile
 import unicodedata
 from collections import defaultdict
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +38,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
 from common.data import DataError
+from plumbing import patient_group
 
 PARTS = ("train", "val")
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
@@ -676,12 +676,11 @@ def from_rank_0(compute):
     """Return, in each process, what compute() returns in rank 0, or raise its DataError.
 
     So hundreds of processes do not all read the names in a folder, or the heads in a tar, from one
-    file system. The others wait for that. It may take longer than --timeout, which is for what all
-    do together.
+    file system. The others wait for that.
     """
     if not dist.is_initialized():
         return compute()
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    patient = patient_group()
     found = [None]
     if dist.get_rank() == 0:
         try:

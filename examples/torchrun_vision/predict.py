@@ -16,7 +16,6 @@ import math
 import os
 import shutil
 import zlib
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -236,8 +235,7 @@ def main(args):
     in_turn = [batch for number in mine for batch in batches[number]]
     loader = load_batches(args, settings, paths, in_turn, device)
 
-    # A process without a part waits for those of the others, which may take longer than --timeout.
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    patient = plumbing.patient_group()  # a process without a part waits for those of the others
     rounds = math.ceil(len(missing) / args.world_size)
     for turn in range(rounds):
         vote = torch.tensor([int(plumbing.stop_requested())])

@@ -15,7 +15,6 @@ import threading
 import warnings
 import zipfile
 import zlib
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from . import checkpoints
 from .checkpoints import accept, damaged, resume_settings
 from .files import write, write_metrics
-from .launchers import UNFINISHED, fail, gather, print_errors
+from .launchers import UNFINISHED, fail, gather, others_waiting, patient_group, print_errors
 from .settings import position
 
 CHECKPOINT = "checkpoint/run.json"  # in --output-dir
@@ -109,9 +108,8 @@ def save_in_background(args, state, progress, folder):
     All processes call this.
     """
     if not BACKGROUND["group"]:
-        # Collectives of two threads would meet in one group. No step waits for these: a slow disk
-        # is no reason to give up after --timeout.
-        BACKGROUND["group"] = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+        # Collectives of two threads would meet in one group. No step waits for these.
+        BACKGROUND["group"] = patient_group()
         UNFINISHED.append(wait_for_save)
     group = BACKGROUND["group"]
     saving = dcp.async_save(state, checkpoint_id=folder, process_group=group)
@@ -165,14 +163,10 @@ def finished_file(path):
 
 
 def write_model(args, weights):
-    """On rank 0, write the state dict of the whole model, and its sizes; return the path.
-
-    The others wait for that. It may take longer than --timeout, which is for what all do together.
-    """
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    if dist.get_rank() == 0:
-        write_weights(args, weights)
-    dist.barrier(patient)
+    """On rank 0, write the state dict of the whole model, and its sizes; return the path."""
+    with others_waiting():
+        if dist.get_rank() == 0:
+            write_weights(args, weights)
     return args.output_dir / "model.pt"
 
 

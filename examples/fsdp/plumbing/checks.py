@@ -640,12 +640,11 @@ def judge(args, progress, place, reports):
     if not all(report["weights"] for report in reports):
         what = f"weights are not finite after step {progress['step']} of the run"
         return f"{what}: lower --lr; {goes_on}", "ALLOW_NAN"
+    what = f"epoch {epochs} has taken {steps + step} of {steps} steps"
     if step < 0:
-        what = f"epoch {epochs} has taken {steps + step} of {steps} steps"
         return f"{what}: does a loader end too early?", None
     before = last_saved["epochs"]
     if step > 0 and before is not None and before < epochs:  # at the end of an epoch
-        what = f"epoch {epochs} has taken {steps + step} of {steps} steps"
         advice = "drop_last=True leaves out a batch that not all have"
         return f"{what}: does a loader go on too long? {advice}", None
     if step > 0 or not progress["history"]:

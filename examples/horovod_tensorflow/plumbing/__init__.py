@@ -22,6 +22,8 @@ from .launchers import (
     end_with_loader_workers,
     fail,
     gather,
+    others_waiting,
+    patient_group,
     print_errors,
     rank,
     report_failure,

@@ -58,6 +58,24 @@ def gather(value, group=None):
     return values
 
 
+def patient_group():
+    """Return a group of all processes of torch.distributed that wait for each other for days.
+
+    A slow disk is no reason to give up after --timeout, which is for what all do together.
+    """
+    dist = process_group()
+    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+
+
+@contextlib.contextmanager
+def others_waiting():
+    """Have all processes wait at the end for what rank 0 does, however long that takes."""
+    dist = process_group()
+    patient = patient_group()
+    yield
+    dist.barrier(patient)
+
+
 def wait_for_unfinished():
     """Wait for what threads of this process still do."""
     for wait in UNFINISHED:
@@ -74,7 +92,8 @@ def disconnect():
 
 def fail(message):
     """Print an error in the style of argparse and exit at once: to wait for others could hang."""
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    line = f"{Path(sys.argv[0]).name}: error: {message}\n"
+    print(line, end="", file=sys.stderr, flush=True)  # whole: others may print theirs as well
     end(2)
 
 
