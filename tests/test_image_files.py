@@ -488,9 +488,10 @@ def test_listed_by_rank_0_alone(
         monkeypatch.setattr(image_files.os, name, count(name))
     found: list[Any] = []
     for number in range(2):
-        group = {"new_group": lambda **_: None, "destroy_process_group": lambda _: None}
-        dist = Rank(is_initialized=lambda: True, get_rank=lambda number=number: number, **group)
+        dist = Rank(is_initialized=lambda: True, get_rank=lambda number=number: number)
+        dist.destroy_process_group = lambda _: None
         monkeypatch.setattr(image_files, "dist", dist)
+        monkeypatch.setattr(image_files, "patient_group", lambda: "the group of rank 0 and the other")
         reads.clear()
         try:
             *sets, names = image_files.load(path, 32)
