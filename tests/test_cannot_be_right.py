@@ -75,6 +75,35 @@ def test_a_loss_that_is_not_finite(example: str, folder: Path, reference: Refere
     assert len(outputs.read_metrics(output)) == 6
 
 
+# A weight that DDP and Horovod's optimizer do not know, since it is trained only from the first batch on.
+LATE_WEIGHT = """
+
+class LateWeight(ConvNet):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(10), requires_grad=False)
+
+    def forward(self, images):
+        self.scale.requires_grad_(True)
+        return super().forward(images) * self.scale
+
+
+ConvNet = LateWeight
+"""
+
+
+@pytest.mark.only("ddp_spawn", "torchrun_multinode", "accelerate", "lightning", "horovod_cpu", "horovod_lightning")
+@pytest.mark.runs("weekly", "torchrun_multinode", "accelerate", "lightning", "horovod_lightning")
+def test_a_weight_that_is_not_averaged(example: str, folder: Path) -> None:
+    """Weights that differ between the processes end the run before one process's are saved as those of all."""
+    path = folder / "common" / "models.py"
+    path.write_text(path.read_text() + LATE_WEIGHT)
+    run = runs.start(example, folder, 2, "--epochs", 1).wait()
+    status = LAUNCHERS[example].status_after_bad_input
+    refusals.assert_refused(run, status, "scale of rank 1 differs from that of rank 0: add and unfreeze")
+    assert "train loss" not in run.stdout and not saved(folder / "output")
+
+
 def saved(output: Path) -> dict[str, bytes]:
     """Return the files of a run's checkpoint."""
     return {

@@ -356,16 +356,48 @@ def test_weights(checks: ModuleType) -> None:
     """Weights that are not finite are noticed even where the loss still is, as after a gradient that was not."""
     import torch
 
-    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
-    assert checks.finite_weights(model)
+    model, args = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)), Namespace()
+    assert checks.own_report(args, model)["weights"]
     frozen = torch.nn.Parameter(torch.full((2,), math.nan), requires_grad=False)
     model.register_parameter("frozen", frozen)
-    assert checks.finite_weights(model)
+    assert checks.own_report(args, model)["weights"]
     for value in (math.nan, math.inf, -math.inf):
         model[1].bias.data[1] = value
-        assert not checks.finite_weights(model)
+        assert not checks.own_report(args, model)["weights"]
     message, switch = judged(checks, {"step": 5, "history": []}, [{"weights": True}, {"weights": False}])
     assert "weights are not finite after step 5" in message and switch == "ALLOW_NAN"
+
+
+def test_weights_of_two_processes(checks: ModuleType) -> None:
+    """Weights that differ by more than rounding are refused, with the name of the first; parts of a weight differ."""
+    import torch
+
+    def say(*models: Any) -> tuple[str | None, str | None]:
+        checksums = {checks.own_report(Namespace(), model)["checksum"] for model in models}
+        assert len(checksums) == 1 + (models[0] is not models[1])
+        return checks.judge_weights([checks.extremes(model) for model in models])
+
+    def holds(values: torch.Tensor, **options: Any) -> Any:
+        model = torch.nn.Module()
+        model.scale = torch.nn.Parameter(values, **options)
+        return model
+
+    values = torch.tensor([-0.5, 0.5, 1.0])
+    first, coarse = holds(values), holds(values.bfloat16())
+    right = [(first, first), (first, holds(values * (1 + 3e-6))), (coarse, holds(values.bfloat16() * 1.01))]
+    assert [say(*models) for models in right] == [(None, None)] * 3
+    wrong = [holds(values * (1 + 3e-4)), holds(-values), holds(values * 0), holds(values, requires_grad=False)]
+    of_keras = [SimpleNamespace(path="scale", numpy=(values * factor).numpy) for factor in (1, 2)]
+    pairs = [(first, other) for other in wrong] + [(other, first) for other in wrong]
+    keras = [SimpleNamespace(trainable_variables=[variable]) for variable in of_keras]
+    for models in [*pairs, keras]:
+        message, switch = say(*models)
+        assert message.startswith("scale of rank 1 differs from that of rank 0: ") and f"{switch}=1" in message
+    parts = [holds(values), holds(values[:2])]
+    for part in parts:
+        part.scale.to_local = part.scale.detach  # as that of a DTensor
+    assert len({checks.own_report(Namespace(), part)["checksum"] for part in parts}) == 1
+    assert checks.judge_weights([checks.extremes(part) for part in parts]) == (None, None)
 
 
 # The losses of an epoch's batches, batches of a step, and the step of the first that is not finite; None: all are.
@@ -400,7 +432,7 @@ def test_losses(checks: ModuleType, case: str, kind: str) -> None:
         progress = {"step": 11 + len(values) // batches, "history": rows()["history"]}
         message, switch = judged(checks, progress, [{"weights": True}, report])
         if step is None:
-            assert report == {"weights": True} and message is None
+            assert "steps_ago" not in report and message is None
             continue
         first = next(place for place, value in enumerate(values) if not math.isfinite(value))
         assert f"the loss of rank 1 is not finite in step {step} of epoch 2, samples {20 + 2 * first}," in message

@@ -557,13 +557,17 @@ def note_saved(progress):
 
 
 def own_report(args, model):
-    """Return what this process knows: whether its weights are finite, and its first bad loss.
+    """Return what this process knows of its weights, and of its first bad loss.
 
-    A loss that is not finite is noted with how many steps ago it was, and with its samples.
+    "weights" is whether they are finite; "checksum" is equal in processes whose weights are. A loss
+    that is not finite is noted with how many steps ago it was, and with its samples.
     """
     batches = losses["batches"]
     before = int(losses["before"])
-    report = {"weights": finite_weights(model)}
+    found = extremes(model)
+    whole = {name: bounds for name, bounds in found.items() if bounds[-1] < math.inf}
+    report = {"weights": all(math.isfinite(least + most) for least, most, _ in found.values())}
+    report["checksum"] = zlib.crc32(repr(whole).encode())
     if before < batches:
         back = (batches - before - 1) // getattr(args, "gradient_accumulation_steps", 1)
         report |= {"steps_ago": back, "samples": samples_of(losses["loader"], before)}
@@ -575,25 +579,45 @@ def forget_losses():
     losses.update(batches=0, before=0, finite=True, loader=None)
 
 
-def finite_weights(model):
-    """Return whether all weights that this process trains are finite numbers.
+def extremes(model):
+    """Return, by name, the least and the most of each weight that is trained, and a tolerance.
 
-    It waits once for each device: some weights may be offloaded to the CPU.
+    By this part of the largest value those of another process may differ: nodes of two kinds may
+    round differently. It is infinite where each process has another part of a weight. The program
+    waits once for each device: some weights may be offloaded to the CPU.
     """
     if not hasattr(model, "state_dict"):
-        return all(np.isfinite(variable.numpy()).all() for variable in model.trainable_variables)
+        arrays = [(variable.path, variable.numpy()) for variable in model.trainable_variables]
+        return {
+            name: (float(array.min()), float(array.max()), tolerance(array.itemsize))
+            for name, array in arrays
+            if array.size
+        }
     torch = sys.modules["torch"]
-    bounds = {}  # it has the least and the most of each weight, by device
-    for weight in model.parameters():
+    found = {}  # names, tolerances and bounds of the weights, by device
+    for name, weight in model.named_parameters():
         if not weight.requires_grad:
             continue
+        divided = hasattr(weight, "ds_tensor") or hasattr(weight, "to_local")
         weight = getattr(weight, "ds_tensor", weight).detach()
         weight = weight.to_local() if hasattr(weight, "to_local") else weight
         weight = torch.view_as_real(weight) if weight.is_complex() else weight
         if weight.numel():
-            pair = [bound.double() for bound in weight.aminmax()]
-            bounds.setdefault(weight.device, []).extend(pair)
-    return all(bool(torch.stack(found).isfinite().all()) for found in bounds.values())
+            allowed = math.inf if divided else tolerance(weight.element_size())
+            bounds = torch.stack(weight.aminmax()).double()
+            found.setdefault(weight.device, []).append((name, allowed, bounds))
+    return {
+        name: (*pair, allowed)
+        for weights in found.values()
+        for (name, allowed, _), pair in zip(
+            weights, torch.stack([bounds for *_, bounds in weights]).tolist(), strict=True
+        )
+    }
+
+
+def tolerance(size):
+    """Return by which part equal numbers of so many bytes may differ after many steps."""
+    return 1e-4 if size > 2 else 0.03
 
 
 def samples_of(loader, number):
@@ -650,6 +674,27 @@ def judge(args, progress, place, reports):
     if step > 0 or not progress["history"]:
         return None, None
     return judge_metrics(epochs, progress["history"], goes_on)
+
+
+def judge_weights(found):
+    """Return what judge() returns, for what extremes() has found in each process, by rank."""
+    for number, weights in enumerate(found):
+        for name in found[0] | weights:
+            if name in found[0] and name in weights and alike(found[0][name], weights[name]):
+                continue
+            what = f"{name} of rank {number} differs from that of rank 0"
+            advice = "add and unfreeze layers before DDP or hvd.DistributedOptimizer is made"
+            advice = f"{advice}, and train the model that DDP has returned"
+            goes_on = "ALLOW_OTHER_WEIGHTS=1 in the environment goes on"
+            return f"{what}: {advice}; {goes_on}", "ALLOW_OTHER_WEIGHTS"
+    return None, None
+
+
+def alike(one, other):
+    """Return whether two processes have the same weight, by its least, its most and tolerance."""
+    *bounds, allowed = one
+    apart = max(abs(bound - other[place]) for place, bound in enumerate(bounds))
+    return allowed == math.inf or apart <= allowed * max(map(abs, (*bounds, *other[:2])))
 
 
 def first_bad_loss(args, progress, reports):
