@@ -214,6 +214,37 @@ def test_killed(example: str, folder: Path) -> None:
     assert not (folder / "other").exists()
 
 
+HALF = """
+import os, signal, struct, sys
+import tokenize_text
+
+def encode_half(batch):
+    frame = sys._getframe()
+    while "result_queue" not in frame.f_locals:
+        frame = frame.f_back
+    queue = frame.f_locals["result_queue"]
+    queue._wlock.acquire()
+    os.write(queue._writer.fileno(), struct.pack("!i", 100_000) + bytes(10))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    tokenize_text.encode = encode_half
+    tokenize_text.main()
+"""
+
+
+@pytest.mark.only("fsdp")
+def test_killed_while_it_sends(example: str, folder: Path) -> None:
+    """Python's pool waits forever for the rest of what a process had begun to send; the command ends with its line."""
+    write_book(folder, 5)
+    path = write_tokenizer(folder, "bytes", "a river")
+    (folder / "half.py").write_text(HALF)
+    words = ["half.py", "--out", "tokens", "--tokenizer", path, "--processes", 2, "book.txt"]
+    run = runs.Run([sys.executable, *map(str, words)], folder).wait(leaves=60)
+    assert run.status == 2 and "Use fewer --processes" in run.stderr and "Traceback" not in run.stderr, run.stderr
+    assert not (folder / "tokens").exists()
+
+
 @pytest.fixture
 def command(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

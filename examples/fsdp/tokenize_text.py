@@ -24,7 +24,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
@@ -50,7 +50,7 @@ class WrongInput(Exception):
 
 
 class KilledProcess(WrongInput):
-    """A process of the pool was killed. Older releases of Python 3.11 then wait forever for it."""
+    """A process of the pool was killed. Python may wait forever for the rest of what it sent."""
 
 
 # What a folder of tokens has
@@ -393,13 +393,14 @@ def encode_all(parts, processes, *settings):
     how = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, how, begin_process, settings)
     pending = deque()
+    children = set()
     try:
         for batch in parts:
             pending.append(pool.submit(encode, batch))
             if len(pending) > 2 * processes:
-                yield pending.popleft().result()
+                yield result_of(pending.popleft(), children)
         while pending:
-            yield pending.popleft().result()
+            yield result_of(pending.popleft(), children)
     except BrokenProcessPool as error:
         pool.shutdown(wait=False)
         advice = "was the memory exhausted? Use fewer --processes"
@@ -408,6 +409,19 @@ def encode_all(parts, processes, *settings):
         pool.shutdown(cancel_futures=True)
         raise
     pool.shutdown()
+
+
+def result_of(future, children):
+    """Return what a process of the pool has computed; note all of them in `children`.
+
+    Raises BrokenProcessPool if one has ended, also if the pool does not notice that: it waits
+    forever for the rest of what a process has sent that was killed meanwhile.
+    """
+    children.update(multiprocessing.active_children())
+    while not wait([future], timeout=5).done:
+        if not all(child.is_alive() for child in children):
+            raise BrokenProcessPool
+    return future.result()
 
 
 # Writing a folder of tokens
