@@ -263,8 +263,7 @@ NANOGPT_CLOCK = """\
 """
 NANOGPT_FILES = {
     "train.py": Source(
-        "413bd97b40bb400a2a0d01230e2946f056c263ebac1b7281c2367d964a123085",
-        [Edit(324, 0, 0, NANOGPT_CLOCK)],
+        "413bd97b40bb400a2a0d01230e2946f056c263ebac1b7281c2367d964a123085", [Edit(324, 0, 0, NANOGPT_CLOCK)]
     ),
     "model.py": Source("7c01703240dbec5d554527dc666e35b3df8391d0b117fddc07afcf325a21d11c"),
     "configurator.py": Source("5cc23aca26b4ab3c0d9e5f82740f4781f9444f42718c15abcee70d93c5aabe8f"),
@@ -286,8 +285,7 @@ def torchvision_files(edits: Sequence[Edit]) -> dict[str, Source]:
     """Return torchvision's files, with these edits and the clock."""
     folder = "references/classification"
     script = Source(
-        "50e351e18f825fe8c87ba1cf0182c93b66f7351dab4588d20acdd5962a1076b9",
-        [Edit(60, 0, 0, TORCHVISION_CLOCK), *edits],
+        "50e351e18f825fe8c87ba1cf0182c93b66f7351dab4588d20acdd5962a1076b9", [Edit(60, 0, 0, TORCHVISION_CLOCK), *edits]
     )
     return {
         f"{folder}/train.py": script,
@@ -362,13 +360,5 @@ SCRIPTS = (
         files=torchvision_files(TORCHVISION_BF16),
         arrange=functools.partial(arrange_torchvision, bf16=True),
     ),
-    Script(
-        "peft",
-        *PEFT,
-        beside="lora",
-        variant="bf16",
-        unit="tokens/s",
-        files=PEFT_FILES,
-        arrange=arrange_peft,
-    ),
+    Script("peft", *PEFT, beside="lora", variant="bf16", unit="tokens/s", files=PEFT_FILES, arrange=arrange_peft),
 )

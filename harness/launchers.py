@@ -272,5 +272,5 @@ SECOND_LAUNCHERS = {
         status_after_bad_input=2,
         backend="mpi",
         kill_message=r"process rank \d (.|\n)*signal 9",
-    ),
+    )
 }

@@ -612,11 +612,7 @@ def confusion(
 
 
 def mistakes(
-    run: Run,
-    dataset: str | None = None,
-    data_dir: str | None = None,
-    image_size: int | None = None,
-    count: int = 12,
+    run: Run, dataset: str | None = None, data_dir: str | None = None, image_size: int | None = None, count: int = 12
 ) -> Figure | Text:
     """Return a figure of the `count` worst mistakes, or a sentence if there is none; raises what predict() does.
 

@@ -19,10 +19,7 @@ def test_accumulation_and_clipping(example: str, folder: Path, reference: Refere
     twice as many steps as the reference run takes bring less. A logger, asked for, has what metrics.csv has.
     """
     two = "--batch-size 16 --gradient-accumulation-steps 2 --lr 0.0005 --scale-lr linear --logger CSVLogger"
-    for processes, name, arguments in (
-        (2, "two", two),
-        (1, "one", "--batch-size 64"),
-    ):
+    for processes, name, arguments in ((2, "two", two), (1, "one", "--batch-size 64")):
         words = f"--epochs 1 --warmup-steps 5 --precision fp64 --max-grad-norm 1e-6 --output-dir {name} {arguments}"
         runs.train(example, folder, processes, *words.split(), SLURM_CPUS_PER_TASK="1")
     assert outputs.largest_difference(outputs.read_model(folder / "two"), outputs.read_model(folder / "one")) < 1e-9

@@ -841,10 +841,7 @@ def test_new_head_that_is_declared_first(example: str, classifiers: ModuleType, 
 
 
 def test_pixels_of_weights(
-    example: str,
-    image_files: ModuleType,
-    classifiers: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
+    example: str, image_files: ModuleType, classifiers: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Models whose weights torchvision trained with other pixels get these, or are refused in one line."""
     get_model: Callable = lambda name, num_classes, **options: seen.append(options) or small_model(num_classes)  # noqa: E731

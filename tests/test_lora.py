@@ -275,11 +275,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], dict[str, object], list[str]]]
     "too few samples": (lambda folder: None, {"batch_size": 100}, ["--batch-size 100 is above", "of each process"]),
     "too long a context": (lambda folder: None, {"context": 300, "batch_size": 1}, ["--context 300", "the 256 tokens"]),
     "unknown layers": (lambda folder: None, {"target_modules": "q_proj,query"}, ["--target-modules query", "v_proj"]),
-    "another tokenizer": (
-        with_another_token,
-        {},
-        ["its tokenizer has token", "its model only 320"],
-    ),
+    "another tokenizer": (with_another_token, {}, ["its tokenizer has token", "its model only 320"]),
 }
 
 

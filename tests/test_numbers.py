@@ -288,10 +288,7 @@ WARMUPS = {
 
 @pytest.mark.parametrize(("numbers", "says"), WARMUPS.items())
 def test_warmup_above_all_steps(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    numbers: tuple[int, int, int],
-    says: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], numbers: tuple[int, int, int], says: str
 ) -> None:
     """It says that the learning rate never reaches --lr; a run without a warm-up, or with a scheduler, is silent."""
     import torch

@@ -37,11 +37,7 @@ WRITE = "            file.flush()\n            os.fsync(file.fileno())\n        
 LATE = "            os.replace(temporary, path)\n            file.flush()\n            os.fsync(file.fileno())\n"
 FAULTS = {
     "no set_epoch": Fault(
-        "train.py",
-        "sampler.set_epoch(epoch)",
-        "sampler.set_epoch(0)",
-        CONTRACT + "killed_and_resumed",
-        "assert_order",
+        "train.py", "sampler.set_epoch(epoch)", "sampler.set_epoch(0)", CONTRACT + "killed_and_resumed", "assert_order"
     ),
     "the same random numbers in all processes": Fault(
         "train.py",

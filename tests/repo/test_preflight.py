@@ -129,11 +129,7 @@ class Place:
         hand_over(tools)
 
     def submit(
-        self,
-        *options: str,
-        venv: str | Path = sys.prefix,
-        env: dict[str, str] | None = None,
-        line: str = "",
+        self, *options: str, venv: str | Path = sys.prefix, env: dict[str, str] | None = None, line: str = ""
     ) -> str:
         """Submit run.slurm, by a page's line, with `options` of sbatch; return the job's id."""
         own = readme.command("preflight/README.md", "VENV=... sbatch run.slurm", {"~/project/.venv": venv})

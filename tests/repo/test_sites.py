@@ -623,11 +623,7 @@ def test_new(project: Path, cluster: Callable[..., dict[str, str]]) -> None:
     assert done.returncode == 0, done.stderr
     text = (project / "mine.toml").read_text()
     system = systems.read(project / "mine.toml")
-    usual: dict[str, Any] = {
-        "cpus_per_gpu": 30,
-        "max_time": "2-00:00:00",
-        "max_nodes": 8,
-    }  # for jobs: 120 CPUs
+    usual: dict[str, Any] = {"cpus_per_gpu": 30, "max_time": "2-00:00:00", "max_nodes": 8}  # for jobs: 120 CPUs
     of_h100 = {"max_nodes": 6, "options": ["--hint=nomultithread"]}  # with two threads a core
     assert system.nodes == [  # the default partition first, and one that is down not at all
         systems.Nodes(partition="cpu", cpus=120, max_nodes=240, max_time="7-00:00:00", whole=True),

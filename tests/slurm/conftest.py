@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness import readme, runs
-from harness.jobs import (
-    EPOCHS,
-    all_nodes,
-    assert_completed,
-    submit,
-    two_processes,
-)
+from harness.jobs import EPOCHS, all_nodes, assert_completed, submit, two_processes
 from harness.launchers import LAUNCHERS, copy_example
 from harness.notebooks import HEAD
 from harness.processes import PIPES, running

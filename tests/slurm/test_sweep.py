@@ -17,10 +17,7 @@ from harness.launchers import ROOT
 from harness.processes import ASK_SLURM, command_lines, find_processes, wait_until
 from lab import Lab, faults, why_not
 
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.skipif(bool(why_not()), reason=str(why_not())),
-]
+pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(why_not()), reason=str(why_not()))]
 EPOCHS = 3
 
 
