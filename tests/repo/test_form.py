@@ -34,41 +34,22 @@ def functions(text: str) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
 
 
-def assert_readable(text: str, most: int) -> None:
-    """Check that a lesson is short, that training begins early, that functions are short, and each tag has words."""
-    lines = text.splitlines()
-    assert len(lines) <= most
-    starts = [i for i, line in enumerate(lines, 1) if re.match(r" *def (train_one_epoch|training_step)\(", line)]
-    assert len(starts) == 1 and starts[0] < TRAINING_BY
-    for name, node in functions(text).items():
-        assert node.end_lineno - node.lineno < (MAIN if name == "main" else LONGEST), name
-        assert len(node.args.args) <= PARAMETERS, name
-    assert not re.search(r"# \w+:\s*$", text, re.MULTILINE), "a tag without words"
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_two_files_to_read(name: str) -> None:
     """train.py and run.slurm are lessons from the first line to the last; what they call is short, too."""
-    assert_readable(text_of(name), LAUNCHERS[name].lines)
+    text = text_of(name)
+    assert len(text.splitlines()) <= LAUNCHERS[name].lines
+    starts = [text[: at.start()].count("\n") for at in re.finditer(r"\n *def (train_one_epoch|training_step)\(", text)]
+    assert len(starts) == 1 and starts[0] < TRAINING_BY - 2
+    for function, node in functions(text).items():
+        assert node.end_lineno - node.lineno < (MAIN if function == "main" else LONGEST), function
+        assert len(node.args.args) <= PARAMETERS, function
+    assert not re.search(r"# \w+:\s*$", text, re.MULTILINE), "a tag without words"
     for file, most in LINES.items():
         assert len(text_of(name, file).splitlines()) <= most, file
     for file in ("train.py", *LINES):
         wide = [line for line in text_of(name, file).splitlines() if len(line) > 100]
         assert not [line for line in wide if not re.match(r"\||\S*https://\S+$", line)], file
-
-
-def test_two_files_to_read_can_fail() -> None:
-    """A long file, late training, a long function, many parameters and a tag without words are each noticed."""
-    text, most = text_of("ddp_spawn"), LAUNCHERS["ddp_spawn"].lines
-    assert_readable(text, most)
-    long = text.replace("    # Train.\n", "    # Train.\n" + "    print()\n" * 25)
-    late = text.replace("\n\n\ndef setup", "\n" * 45 + "def setup")
-    bare = text.replace("# ddp: sum over all processes, which all have to call this", "# ddp:", 1)
-    many = text.replace("def setup(args, ", "def setup(args, a, b, c, d, e, ")
-    for bad, bound in ((text + "\n" * 100, most), *((bad, 1000) for bad in (long, late, bare, many))):
-        assert bad != text
-        with pytest.raises(AssertionError):
-            assert_readable(bad, bound)
 
 
 # The most lines, of 100 columns.

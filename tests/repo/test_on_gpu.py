@@ -18,7 +18,6 @@ from benchmarks import gpu_checks, gpu_figures, gpu_peers, gpu_steps, gpu_table,
 from benchmarks.gpu_steps import FAILED, LEFT_OUT, MEASURED, Results, Step
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
 from harness.processes import finish, wait_until
-from tests.test_gpu import assert_one_gpu_each
 
 EMPTY: dict[str, str] = {}
 
@@ -434,10 +433,3 @@ def test_on_fake_gpus(tmp_path: Path) -> None:
     assert left == {"power": "there is no nvidia-smi"}
     rows = {row["name"]: row for row in gpu_table.load([tmp_path / "out"])[1]}
     assert rows["sanity"]["gpus"] == 2 and rows["ddp_spawn ConvNet bf16"]["torch_mb"] > 0
-
-
-def test_one_gpu_each_can_fail() -> None:
-    """A process that nvidia-smi lists on two GPUs is noticed."""
-    assert_one_gpu_each("1, GPU-a\n2, GPU-b\n3, GPU-b\n")
-    with pytest.raises(AssertionError, match="several GPUs"):
-        assert_one_gpu_each("1, GPU-a\n2, GPU-b\n1, GPU-b\n")
