@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from harness import launchers, readme
-from harness.launchers import HOROVOD, LAUNCHERS, ROOT, copy_example
+from harness.launchers import LAUNCHERS, ROOT, copy_example
 
 NEEDS = re.compile(r"# needs (the internet|a cluster|a GPU)\b")
 SOURCES = tuple(path.read_text() for room in ("tests", "harness") for path in (ROOT / room).rglob("*.py"))
@@ -112,27 +112,6 @@ def test_a_command_without_a_test() -> None:
         assert taken((text.replace(old, new),)) == set()
     with pytest.raises(AssertionError, match="stage 4'.: no such command"):
         taken((text.replace("stage 3", "stage 4"),))
-
-
-def test_only_of_its_examples() -> None:
-    """A test takes a command from the READMEs of the examples with which it runs, and from no other."""
-    call = 'readme.command(f"examples/{example}/README.md", "pip install -r requirements.txt")'
-    text = f"@pytest.mark.only(*HOROVOD)\ndef test_it():\n    run({call})\n"
-    assert {document for document, _ in taken((text,))} == {f"examples/{name}/README.md" for name in HOROVOD}
-
-
-def test_a_change_of_what_is_not_there() -> None:
-    """A change that a test makes to a command is noticed when its words are no longer on the page.
-
-    If it stands in the call, that is seen here, too, where no weekly test runs.
-    """
-    call = 'readme.command("README.md", "cd ~/project", {"~/project": folder})'
-    assert taken((f"def test_it():\n    run({call})\n",)) == {("README.md", "cd ~/project")}
-    with pytest.raises(AssertionError, match="has not all of ..~/folder'"):
-        taken((f"def test_it():\n    run({call})\n".replace('{"~/project', '{"~/folder'),))
-    assert readme.changed("python train.py --limit 5", {"--limit 5": "--limit 2"}) == "python train.py --limit 2"
-    with pytest.raises(AssertionError, match="has no '--limit 5'"):
-        readme.changed("python train.py --limit 6", {"--limit 5": "--limit 2"})
 
 
 @pytest.mark.only("ddp_spawn")

@@ -136,21 +136,6 @@ def test_vocabulary(example: str, folder: Path) -> None:
 
 
 @pytest.mark.runs("weekly")
-def test_another_mesh_in_fp32(example: str, folder: Path) -> None:
-    """A checkpoint of 2x2 in fp32, continued on any other mesh, gives the same losses to 1e-5."""
-    processes, words = arguments("2x2")
-    runs.train(example, folder, processes, *words, "--epochs", 1)
-    rows = {}
-    for mesh in MESHES:
-        processes, words = arguments(mesh)
-        shutil.copytree(folder / "output", folder / mesh)
-        runs.train(example, folder, processes, *words, "--epochs", 2, "--resume", "--output-dir", mesh)
-        rows[mesh] = outputs.without_times(outputs.read_metrics(folder / mesh))[1]
-        assert rows[mesh].pop("world_size") == processes
-    assert all(row == pytest.approx(rows["2x2"], rel=0, abs=1e-5) for row in rows.values()), rows
-
-
-@pytest.mark.runs("weekly")
 def test_own_tokens(example: str, folder: Path) -> None:
     """With the README's recipe it learns tokens above 255."""
     for text in readme.fences(folder / "README.md", "diff"):

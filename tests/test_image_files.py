@@ -500,6 +500,7 @@ def test_listed_by_rank_0_alone(
             found.append(str(error))
         assert bool(reads) == (number == 0 and case != "nothing"), reads
     assert found[0] == found[1] and (not isinstance(found[0], str) or path.name in found[0])
+    assert case != "nothing" or "python make_images.py" in found[0]
 
 
 def test_another_tar_on_another_node(example: str, image_files: Any, data: Path) -> None:

@@ -637,16 +637,6 @@ def test_make_model_refuses(
     assert not (folder / "new").exists()
 
 
-@pytest.mark.runs("weekly")  # test_bad_checkpoint shows that a process which refuses something ends the run
-def test_two_processes_refuse(example: str, folder: Path) -> None:
-    """On two processes, too, too few samples, or a missing model, is one line, and the run ends."""
-    run = runs.start(example, folder, 2, "--gradient-accumulation-steps", 100).wait(300)
-    refusals.assert_refused(run, 1, "--batch-size 4 times 100 (gradient accumulation) is above")
-    shutil.rmtree(folder / "model")
-    run = runs.start(example, folder, 2).wait()
-    refusals.assert_refused(run, 1, "--model-dir model", "python make_model.py")
-
-
 def test_another_base_model(
     example: str, folder: Path, train: ModuleType, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -731,16 +721,6 @@ def test_full(example: str, folder: Path) -> None:
     words = ["python", "generate.py", "--prompt", "नदी ", "--model-dir", "output/model", "--max-new-tokens", "8"]
     written = runs.Run(words, folder).wait()
     assert written.status == 0 and written.stdout.startswith("नदी ") and len(written.stdout) > 6, written.stderr
-
-
-@pytest.mark.runs("weekly")
-def test_generate(example: str, folder: Path, reference: Reference) -> None:
-    """generate.py takes adapters beside their base model, and says in one line what cannot be loaded."""
-    words = ["python", "generate.py", "--prompt", "The river", "--adapter"]
-    written = [runs.Run([*words, str(reference.output / "adapter")], folder).wait() for _ in range(2)]
-    assert written[0].stdout == written[1].stdout and written[0].stdout.startswith("The river"), written[0].stderr
-    refused = runs.Run([*words, "none"], folder).wait()
-    assert refused.status == 2 and "generate.py: error: cannot load none: " in refused.stderr
 
 
 @pytest.mark.runs("weekly")

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import plumbing
-from harness import refusals, runs
-from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
+from harness import refusals
+from harness.launchers import EXAMPLES, ROOT
 from harness.refusals import RefusedError
 
 pytestmark = pytest.mark.usefixtures("refusing")
@@ -223,15 +223,6 @@ def test_other_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     )
     with pytest.raises(RefusedError, match=r"^sample\(3\)$"):
         sys.excepthook(kind, worker, None)
-
-
-@pytest.mark.only("torchrun_vision")
-@pytest.mark.runs("weekly")
-def test_batch_of_one_in_a_run(example: str, folder: Path) -> None:
-    """--batch-size 1 with a ResNet, whose last layers have one pixel: one line in a run, and no checkpoint."""
-    run = runs.start(example, folder, 1, "--batch-size", 1).wait()
-    refusals.assert_refused(run, LAUNCHERS[example].status_after_bad_input, "BatchNorm needs batches of 2 or more")
-    assert not list(folder.glob("output/checkpoint*"))
 
 
 VARIED = ["lr=0:inf", "lr=log:1e-4:inf", "lr=-inf:1", "lr=nan:1", "lr=0:nan", "lr=1:1", "lr=log:0:1", "batch-size=64"]

@@ -94,21 +94,3 @@ def test_killed_and_stopped(example: str, folder: Path, reference: Reference) ->
     for one, other in zip(read(folder / "predictions"), read(folder / "alone"), strict=True):
         assert (one["path"], one["class"]) == (other["path"], other["class"])
         assert float(one["probability"]) == pytest.approx(float(other["probability"]), abs=1e-4)
-
-
-@pytest.mark.runs("weekly")
-def test_bad_input(example: str, folder: Path, reference: Reference) -> None:
-    """A run that is none, a folder without images, other classes and a damaged image: one clear line each."""
-    shutil.copytree(reference.output, folder / "output")
-    (folder / "empty").mkdir()
-    shutil.copytree(folder / "images" / "val" / "one", folder / "few")
-    (folder / "few" / "002.png").write_bytes(b"no image")
-    cases = {
-        ("--model-of", "none"): "there is no none/run.json",
-        ("--images", "empty"): "has no image",
-        ("--data-dir", "empty"): "empty/train is not a folder CLASS/*.jpg",
-        ("--images", "few"): "few/002.png is damaged",
-    }
-    for words, text in cases.items():
-        run = start(folder, 1, *words, "--output-dir", f"to-{words[1]}").wait()
-        assert_refused(run, text)

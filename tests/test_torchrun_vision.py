@@ -86,51 +86,6 @@ def tensorboard_epochs(folder: Path) -> list[int]:
     return [event.step for event in EventAccumulator(str(folder)).Reload().Scalars("test_accuracy")]
 
 
-BROKEN = {  # what is done to a folder of images: what the message has to say
-    "none": (lambda folder: shutil.rmtree(folder), ["there is no", "python make_images.py"]),
-    "no val": (lambda folder: shutil.rmtree(folder / "val"), ["images/val", "CLASS/*.jpg"]),
-    "empty class": (lambda folder: (folder / "train" / "empty").mkdir(), ["images/train", "empty"]),
-    "class missing in val": (lambda folder: shutil.rmtree(folder / "val" / "six"), ["images/val", "the class six"]),
-    "class missing in train": (lambda folder: shutil.rmtree(folder / "train" / "one"), ["images/train", "class one"]),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_incomplete_folder(example: str, folder: Path, module: Callable[[str], ModuleType], case: str) -> None:
-    """A folder that is not complete is refused with one line, which says what is missing."""
-    change, texts = BROKEN[case]
-    change(folder / "images")
-    with pytest.raises(Exception) as raised:  # noqa: PT011  (the copy's own DataError)
-        module("image_files").load(folder / "images", 32)
-    message = str(raised.value)
-    assert type(raised.value).__name__ == "DataError" and "\n" not in message
-    assert all(text in message for text in texts), message
-
-
-@pytest.mark.parametrize(
-    ("damage", "in_tar"), [("truncated", False), ("empty", False), ("text", False), ("truncated", True)]
-)
-def test_damaged_image(
-    folder: Path, example: str, module: Callable[[str], ModuleType], damage: str, in_tar: bool
-) -> None:
-    """A file that cannot be decoded names itself, in a folder and in a tar."""
-    path = folder / "images" / "train" / "six" / "007.png"
-    content = path.read_bytes()
-    path.write_bytes({"truncated": content[: len(content) // 2], "empty": b"", "text": b"not an image\n"}[damage])
-    image_files = module("image_files")
-    data = folder / "images"
-    if in_tar:
-        data = folder / "images.tar"
-        with tarfile.open(data, "w") as tar:
-            tar.add(folder / "images", "images")
-        vars(image_files)["stage"] = lambda path: os.open(path, os.O_RDONLY)  # which needs torchrun
-    train_set, _, _ = image_files.load(data, 32)
-    with pytest.raises(Exception, match=r"train/six/007\.png is damaged") as raised:  # noqa: PT011
-        for index in range(len(train_set)):
-            train_set[index]
-    assert type(raised.value).__name__ == "DataError" and "\n" not in str(raised.value)
-
-
 def test_damaged_image_in_training(example: str, folder: Path) -> None:
     """A damaged file that a loader worker meets ends the run with one line, on however many processes."""
     (folder / "images" / "val" / "six" / "007.png").write_bytes(b"not an image")
@@ -151,28 +106,6 @@ def test_bad_input(example: str, folder: Path) -> None:
         "--image-size 0": ["--image-size", "1 or more"],
     }
     refusals.assert_arguments_refused(folder, texts)
-
-
-WEIGHTS = {  # case: the file, the arguments, what the message says
-    "other classes": ("resnet18", "", ["--weights weights.pth", "10 classes", "has 6", "--new-head"]),
-    "other model": ("mobilenet_v3_small", "", ["--weights weights.pth", "resnet18", "--model"]),
-    "no weights": (None, "", ["--weights weights.pth", "cannot be read", "state dict"]),
-    "small images": ("resnet18", "--model vit_b_16 --image-size 40", ["--image-size 40", "vit_b_16"]),
-}
-
-
-@pytest.mark.runs("weekly")
-@pytest.mark.parametrize("case", WEIGHTS)
-def test_weights_that_do_not_fit(example: str, folder: Path, case: str) -> None:
-    """Weights of another model, or of another number of classes, are refused with one line."""
-    name, arguments, texts = WEIGHTS[case]
-    if name:
-        torch.save(classifier(name, 10).state_dict(), folder / "weights.pth")
-    else:
-        (folder / "weights.pth").write_text("weights")
-    run = runs.start(example, folder, 2, "--weights", "weights.pth", *arguments.split()).wait()
-    refusals.assert_refused(run, 1, *texts)
-    assert not (folder / "output" / "checkpoint.pt").exists()
 
 
 @pytest.mark.runs("weekly")

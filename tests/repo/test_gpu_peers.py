@@ -50,27 +50,6 @@ def test_another_file(text: str) -> None:
     assert sha256(text)[:12] in message and sha256(THEIRS)[:12] in message
 
 
-@pytest.mark.parametrize(
-    ("edit", "why"),
-    [
-        (Edit(7, 0, 0, "x"), "line 7"),
-        (Edit(0, 0, 0, "x"), "line 0"),
-        (Edit(2, 1, 0, "x"), "line 2, column 1"),
-        (Edit(3, 15, 9, "x"), ""),  # over the end of a line, as far as the file goes
-        (Edit(5, 21, 0, "x"), "line 5, column 21"),
-        (Edit(4, -1, 0, "x"), "line 4, column -1"),
-    ],
-)
-def test_place_that_is_not_there(edit: Edit, why: str) -> None:
-    """A place outside of the file is our mistake, and is said."""
-    source = Source(sha256(THEIRS), [edit])
-    if not why:
-        assert edited("train.py", THEIRS, source) != THEIRS
-        return
-    with pytest.raises(ValueError, match=f"train.py has no {why}"):
-        edited("train.py", THEIRS, source)
-
-
 def script(**changes: Any) -> gpu_peers.Script:
     """Return a public script that is the one above."""
     one = gpu_peers.Script(
@@ -177,14 +156,6 @@ def test_commands(tmp_path: Path) -> None:
     few = dataclasses.replace(sizes, images=make_images(tmp_path / "few", 4))
     with pytest.raises(CannotRun, match="shows the accuracy of 5 classes, and .*few has 4"):
         next(one for one in gpu_peers.SCRIPTS if one.beside == "torchrun_vision").arrange(tmp_path, few)
-
-
-@pytest.mark.parametrize(
-    ("workers", "every", "steps"), [(15, 10, 15), (4, 10, 12), (0, 10, 10), (1, 2, 2), (20, 1, 20)]
-)
-def test_rounds(workers: int, every: int, steps: int) -> None:
-    """An interval of torchvision's script is made of whole rounds of the loader's workers."""
-    assert gpu_peers.round_of_steps(dataclasses.replace(gpu_peers.TINY, workers=workers, every=every)) == steps
 
 
 def test_scripts() -> None:

@@ -25,7 +25,6 @@ from harness.processes import (
     read_line,
     running,
     wait_until,
-    with_framework,
 )
 from lab import Lab
 from tests.conftest import PERMITTED_SKIPS
@@ -197,12 +196,6 @@ def test_what_a_command_has_started_ends_with_it(tmp_path: Path, script: str) ->
         end_processes(marker)
 
 
-def test_other_ends_of_a_command(tmp_path: Path) -> None:
-    """A command that ends in time gives what it has printed, and its status."""
-    done = finish(["sh", "-c", "pwd; echo said >&2; exit 3"], 300, cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (3, f"{tmp_path}\n", "said\n")
-
-
 LEFT = ("output", "data", "images", "model", "job-1.out", "job.log", "common/__pycache__", ".venv")
 
 
@@ -237,28 +230,6 @@ def test_environment_of_a_run(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
     monkeypatch.setenv(name, "1")
     monkeypatch.setenv("VENV_OF_MINE", "1")
     assert name not in clean_environment() and "VENV_OF_MINE" in clean_environment()
-
-
-NAMES = {  # of a process: 15 bytes, of which the kernel cuts whatever comes
-    "a letter cut": "14 byte long uü".encode(),
-    "Latin-1": b"M\xfcller",
-    "no letter": b"\xff\xfe",
-    "a bracket": b"a) S 1 (b",
-    "a line": b"two\nlines",
-    "a long letter": "14 bytes long€".encode(),
-}
-
-
-@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
-def test_odd_name_of_a_process(tmp_path: Path, name: bytes) -> None:
-    """The processes of a run are found beside one whose name is no UTF-8."""
-    library = tmp_path / "libtorch.so"
-    library.write_bytes(bytes(4096))
-    text = f"import mmap, time; open('/proc/self/comm', 'wb').write({name!r})\n"
-    text += f"file = open({str(library)!r}, 'rb')\nkept = mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ)\n"
-    with running([sys.executable, "-c", f"{text}print('ready', flush=True); time.sleep(600)"]) as process:
-        assert read_line(process, 300) == "ready\n"
-        assert with_framework([process.pid]) == {process.pid: os.getpid()}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who gives files away")

@@ -1,6 +1,5 @@
 """noxfile.py installs an example with both of nox's backends, on a machine that has no uv of its own."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -68,15 +67,3 @@ def test_without_uv_on_the_path(tmp_path: Path, backend: str) -> None:
     # As install.sh has it: the environment's Python, with a pip of its own.
     assert f"{ours}/bin/python\npip " in done.stdout and f"from {ours}/lib/" in done.stdout, done.stdout
     assert "done here" in done.stdout
-
-
-def test_stand_in_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A uv for everybody is found in the system's folders, and not on the PATH of the test above."""
-    (tmp_path / "bin").mkdir()
-    for name in ("uv", "other"):
-        (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
-        os.chmod(tmp_path / "bin" / name, 0o755)
-    monkeypatch.setattr(sys.modules[__name__], "SYSTEM", f"{tmp_path}/bin:/usr/bin")
-    assert shutil.which("uv", path=SYSTEM)
-    path = path_without("uv", tmp_path / "path")
-    assert shutil.which("other", path=path) and not shutil.which("uv", path=path)

@@ -476,32 +476,6 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason and "no-such-program" in reason and "apt-get install" in reason
 
 
-@pytest.mark.runs("weekly")  # test_trial.py and test_preflight.py cut off nodes in ordinary tests
-def test_faults(name: str, tmp_path: Path) -> None:
-    """A node cut off, and one whose slurmd has stopped, go down and come back; the job on them is requeued."""
-    with Lab(Wanted(nodes=3, name=name, share=[tmp_path])) as lab:
-        job = submit(lab, "srun sleep 1000", tmp_path, "--nodelist=node1", "--requeue")
-        lab.wait_for_job(job, "RUNNING")
-        faults.cut(lab, "node1")
-        faults.stop_slurmd(lab, "node2")
-        connect = "exec 3<>/dev/tcp/{}/6818"  # where slurmd listens
-        reached = [lab.run(["timeout", "2", "bash", "-c", connect.format(node)], node="node3") for node in lab.nodes]
-        assert [done.returncode == 0 for done in reached] == [False, False, True]
-        lab.wait_for_node("node1", "down*")
-        lab.wait_for_node("node2", "down*")
-        assert lab.states()["node3"] == "idle"
-        lab.wait_for_job(job, "PENDING")
-        faults.heal(lab, "node1")
-        faults.start_slurmd(lab, "node2")
-        lab.wait_for_node("node2", "idle")
-        lab.wait_for_job(job, "RUNNING")
-        assert lab.job(job)["Restarts"] == "1"
-        faults.requeue(lab, job)
-        lab.wait_for_job(job, "PENDING")
-        lab.wait_for_job(job, "RUNNING")
-        assert lab.job(job)["Restarts"] == "2"
-
-
 # Its first argument is an address to listen at, the second how many bytes to wait for: it prints the Mbit/s.
 RECEIVE = """
 import socket, sys, time

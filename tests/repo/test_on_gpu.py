@@ -184,15 +184,6 @@ def test_flops() -> None:
     assert 8.4e8 < flops < 8.7e8
 
 
-@pytest.mark.parametrize("cores", [1, 2, 8, 9, 16, 64])
-def test_slots(cores: int) -> None:
-    """All cores are shared out among the slots, each of which has one or more."""
-    found = [gpu_checks.slot_of(slot, 9, list(range(cores))) for slot in range(9)]
-    assert all(found) and {core for slot in found for core in slot} == set(range(cores))
-    if cores >= 9:
-        assert sum(map(len, found)) == cores
-
-
 def test_rows_of_tests(tmp_path: Path) -> None:
     """Of a session that was ended, what passed, failed and had not ended is known."""
     lines = [
@@ -269,17 +260,6 @@ def test_table_of_two_runs(tmp_path: Path) -> None:
         found = {row["name"]: row for row in gpu_table.load(folders)[1]}
         assert found["lora"]["value"] == 41_000
     assert {row["name"]: row for row in gpu_table.load([first, second])[1]}[GPT["name"]]["value"] == 431_500
-
-
-def test_page_without_marks(tmp_path: Path) -> None:
-    """A page that has no place for it is left as it is."""
-    page = tmp_path / "page.md"
-    page.write_text("nothing\n")
-    with pytest.raises(SystemExit, match="has not one line"):
-        gpu_table.fill([results(tmp_path / "one", [GPT], [])], page)
-    assert page.read_text() == "nothing\n"
-    text = (ROOT / "benchmarks" / "RESULTS.md").read_text()
-    assert text.count(gpu_table.BEGIN) == text.count(gpu_table.END) == 1
 
 
 REFUSED = {

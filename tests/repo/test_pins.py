@@ -44,12 +44,6 @@ def test_requirements_agree(file: str) -> None:
     assert contradictions(CONSTRAINTS.read_text(), (ROOT / file).read_text()) == []
 
 
-def test_contradictions_are_found() -> None:
-    constraints = "a==1\nb==1 ; python_version < '3.12'\nb==2 ; python_version >= '3.12'\n"
-    wanted = "-r other.txt\na==1  # why\na[extra]==1\na==2\na>=1\nb==1\nc==1\n"
-    assert contradictions(constraints, wanted) == ["a==2", "a>=1", "b==1", "c==1"]
-
-
 def test_constraints() -> None:
     """Both pip and uv can read the file, in which each package has a pin for every Python, and no build tool has."""
     pins = requirements(CONSTRAINTS.read_text())

@@ -401,15 +401,6 @@ def test_another_python(place: Place, other_python: Callable[[str], Path]) -> No
 
 
 @needs_lab
-@pytest.mark.runs("weekly")
-def test_no_python(place: Place, other_python: Callable[[str], Path]) -> None:
-    run = place.run(venv=other_python("/nonexistent/python"))
-    assert {"answers", "reduce"} <= run.failed and run.status != 0, run.log
-    assert "silent: node2" in run.rows["answers"][0]
-    assert run.rows["names"][1] == "ok"
-
-
-@needs_lab
 def test_port_taken(place: Place) -> None:
     job = place.submit("--hold", venv=place.light)
     code = f"import socket, time; s = socket.create_server(('', {10000 + int(job) % 20000})); print(flush=True)"

@@ -15,7 +15,7 @@ import pytest
 from harness import outputs, runs
 from harness.launchers import ROOT
 
-USAGE, EXAMPLE = ROOT / "runs" / "usage.py", ROOT / "examples" / "torchrun_multinode"
+USAGE = ROOT / "runs" / "usage.py"
 
 
 def printed(folder: Path, *words: str, status: int = 0) -> list[str]:
