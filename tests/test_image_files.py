@@ -929,28 +929,25 @@ def finished_run(folder: Path, model: Any, **settings: object) -> argparse.Names
 
     folder.mkdir()
     torch.save(model.state_dict(), folder / "model.pt")
-    known = {"data_dir": "data", "model": "squeezenet1_1", "image_size": 32, "seed": 0, "precision": "fp32", "lr": 1e-3}
+    known = {"model": "squeezenet1_1", "image_size": 32, "seed": 0, "precision": "fp32", "lr": 1e-3}
+    known |= {"classes": ["cat", "dog"]}
     (folder / "run.json").write_text(json.dumps({"settings": known | settings}))
-    return argparse.Namespace(model_of=folder, data_dir=None)
+    return argparse.Namespace(model_of=folder)
 
 
 def test_predict_knows_the_classes(
     example: str, predict: ModuleType, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The names of the classes are those that the run has recorded, or in its data; the model may be any."""
+    """The names of the classes are those that the run has recorded; the model may be any."""
     import torch
 
     space: dict[str, Any] = {}
     exec(HEAD_FIRST, space)
     monkeypatch.setattr(predict.train.classifiers, "make", lambda name, classes, size: space["OwnModel"](classes))
     own, cpu = space["OwnModel"](2), torch.device("cpu")
-    args = finished_run(Path("recorded"), own, classes=["cat", "dog"], data_dir="gone")
+    args = finished_run(Path("recorded"), own)
     model, _, names, _ = predict.load_model(args, cpu)
     assert names == ["cat", "dog"] and torch.equal(model.head.weight, own.head.weight) and not model.training
-    args = finished_run(Path("older"), own)
-    assert predict.load_model(args, cpu)[2] == ["a", "b"]
-    args.data_dir = make_tar("data.tar", "data")
-    assert predict.load_model(args, cpu)[2] == ["a", "b"]
 
 
 def test_predict_refuses(
@@ -968,12 +965,9 @@ def test_predict_refuses(
     def refused(args: argparse.Namespace, *texts: str) -> None:
         assert_one_line(image_files, lambda: predict.load_model(args, cpu), *texts)
 
-    args = finished_run(Path("other-data"), own, classes=["cat", "dog"])
-    args.data_dir = data
-    refused(args, "the run was trained on 2 classes", "only one of them has 'a'", "--data-dir")
-    refused(finished_run(Path("three"), space["OwnModel"](3)), "data has 2 classes, the model has 3", "--data-dir")
-    refused(finished_run(Path("away"), own, data_dir="gone"), "there is no gone", "for the names of the classes")
-    args = finished_run(Path("damaged"), own, classes=["cat", "dog"])
+    refused(finished_run(Path("three"), space["OwnModel"](3)), "three/run.json has 2 classes, the model has 3")
+    refused(finished_run(Path("older"), own, classes=None), "run.json was made by an older train.py", "--resume")
+    args = finished_run(Path("damaged"), own)
     put(args.model_of / "model.pt", b"half")
     refused(args, "damaged/model.pt cannot be read", "--resume")
     os.remove(args.model_of / "model.pt")
@@ -983,7 +977,7 @@ def test_predict_refuses(
     os.remove(args.model_of / "run.json")
     refused(args, "there is no damaged/run.json")
     monkeypatch.setattr(predict.train.classifiers, "make", make)
-    args = finished_run(Path("own"), own, classes=["cat", "dog"])
+    args = finished_run(Path("own"), own)
     refused(
         args, "own/model.pt is of another model than train.py makes now", "head.weight (2, 64)", "own_classifier.py"
     )

@@ -36,8 +36,6 @@ def parse_args():
     add("--images", type=Path, required=True, help="folder with images, at any depth")
     trained = "output folder of the run that has trained it"
     add("--model-of", type=Path, default="output", help=trained)
-    data = "what that run was trained on, if run.json lacks its classes"
-    add("--data-dir", type=Path, help=data)
     add("--batch-size", type=int, default=64, help="images per batch of each process")
     add("--part", type=int, default=1024, help="images that are written together")
     add("--workers", type=int, help="processes that read images, for each that computes")
@@ -58,16 +56,6 @@ def parse_args():
     return args
 
 
-def class_names(path):
-    """Return the classes' names in what a run was trained on, for a run.json that lacks them."""
-
-    def find():
-        _, listing = image_files.find(path, image_files.open_in_place)
-        return image_files.class_names(path, listing)
-
-    return image_files.from_rank_0(find)
-
-
 def load_model(args, device):
     """Return a run's model and settings, its classes' names, and a checksum of the weights."""
     path = args.model_of / "model.pt"
@@ -75,13 +63,16 @@ def load_model(args, device):
     advice = "repeat the run's command with --resume, which writes it anew"
     try:
         settings = json.loads(run.read_text())["settings"]
-        data = args.data_dir or Path(settings["data_dir"])
+        names = settings.get("classes")
     except FileNotFoundError:
         wrong = f"there is no {run}: --model-of is the output folder of train.py"
         raise image_files.DataError(wrong) from None
     except Exception as error:  # a damaged file can raise almost anything
         wrong = f"{run} cannot be read ({error!r})"
         raise image_files.DataError(f"{wrong}: {advice}") from None
+    if not names:
+        wrong = f"{run} was made by an older train.py, without the names of the classes"
+        raise image_files.DataError(f"{wrong}: {advice}")
     try:
         content = path.read_bytes()
         weights = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -92,17 +83,8 @@ def load_model(args, device):
         wrong = f"{path} cannot be read ({error!r})"
         raise image_files.DataError(f"{wrong}: {advice}") from None
     settings |= {"sync_batchnorm": False, "gradient_checkpointing": False}
-    names = settings.get("classes")
-    source = run
-    if not names or args.data_dir:
-        source = data
-        try:
-            names = check_names(names, class_names(data), data)
-        except image_files.DataError as error:
-            advice = "for the names of the classes, name what it was trained on with --data-dir"
-            raise image_files.DataError(f"{error}; {advice}") from None
     model = train.make_parts(argparse.Namespace(**settings), len(names), device)["model"]
-    check_weights(path, model.state_dict(), weights, f"{source} has {len(names)} classes")
+    check_weights(path, model.state_dict(), weights, f"{run} has {len(names)} classes")
     model.load_state_dict(weights, strict=False)  # check_weights has looked for what one lacks
     return model.eval(), settings, names, zlib.crc32(content)
 
@@ -117,17 +99,7 @@ def check_weights(path, own, weights, classes):
     shapes = classifiers.different_shapes(own, weights)
     if shapes:
         wrong = f"{classes}, the model has {len(weights[shapes[-1]])}"
-        raise image_files.DataError(f"{wrong}: name its data with --data-dir")
-
-
-def check_names(recorded, names, data):
-    """Return the names of the classes in the data; raise DataError if others were recorded."""
-    if recorded and recorded != names:
-        only = min(set(recorded) ^ set(names))
-        counts = f"{len(recorded)} classes, {data} has {len(names)}"
-        wrong = f"the run was trained on {counts}, and only one of them has {only!r}"
-        raise image_files.DataError(wrong)
-    return names
+        raise image_files.DataError(f"{wrong}: the two files are of different runs")
 
 
 def missing_parts(args, facts):
