@@ -51,8 +51,6 @@ def check(args, checkpoint):
     """Have each process read a part of the files; return their folder, if none is damaged."""
     folder = args.output_dir / "checkpoint" / checkpoint["tag"]
     files, errors = checkpoint["files"], []
-    if isinstance(files, list):  # of an older train.py of DeepSpeed: TAG/NAME
-        files = {name.partition("/")[2]: None for name in files}
     for name in list(files)[dist.get_rank() :: args.world_size]:
         try:
             if checksum_of(folder / name) != files[name]:

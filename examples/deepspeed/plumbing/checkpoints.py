@@ -120,8 +120,8 @@ def load_checkpoint(path):
 def load_json(path):
     """Return what run.json says, of a checkpoint of many files: see shards.py."""
     checkpoint = json.loads(path.read_text())
-    if isinstance(checkpoint["files"], list):
-        return checkpoint  # of an older train.py of DeepSpeed, which wrote no checksum
+    if "checksum" not in checkpoint:
+        raise ValueError("it was made by an older train.py, which wrote no checksum")
     if checkpoint.pop("checksum") != zlib.crc32(json.dumps(checkpoint).encode()):
         raise ValueError("it has changed")
     return checkpoint
