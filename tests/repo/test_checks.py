@@ -546,44 +546,20 @@ def test_exceptions_that_are_explained(checks: ModuleType) -> None:
         assert checks.explain(error) is None
 
 
-COMPILER = {  # what PyTorch raises: the name in its text, the text, and what a line must have of it
-    "no g++": (
-        "_inductor",
-        "InvalidCxxCompiler: No working C++ compiler found in ...: (None, 'g++')",
-        "No working C++",
-    ),
-    "no header": (
-        "_inductor",
-        "C++ compile error\n\nCommand:\ng++ a.cpp\n\nOutput:\na.cpp:1: fatal error: Python.h: No",
-        "Python.h",
-    ),
-    "no Triton": (
-        "_dynamo",
-        "backend='inductor' raised:\nTritonMissing: Cannot find a working triton",
-        "TritonMissing",
-    ),
-    "no cuda.h": (
-        "_dynamo",
-        "backend='inductor' raised:\nCalledProcessError\nmain.c:1:10: fatal error: cuda.h: No",
-        "cuda.h",
-    ),
-    "read-only": (
-        "_inductor",
-        "OSError: [Errno 30] Read-only file system: '/tmp/torchinductor_me'",
-        "Read-only file system",
-    ),
-    "fake tensors": (
-        "_dynamo",
-        "Dynamo failed to run FX node with fake tensors: got RuntimeError(shapes)",
-        "fake tensors",
-    ),
+COMPILER = {  # what a line must have of what PyTorch raises: the name in its text, and the text
+    "No working C++": ("_inductor", "InvalidCxxCompiler: No working C++ compiler found in ...: (None, 'g++')"),
+    "Python.h": ("_inductor", "C++ compile error\n\nCommand:\ng++ a.cpp\n\nOutput:\na.cpp:1: fatal error: Python.h: N"),
+    "TritonMissing": ("_dynamo", "backend='inductor' raised:\nTritonMissing: Cannot find a working triton"),
+    "cuda.h": ("_dynamo", "backend='inductor' raised:\nCalledProcessError\nmain.c:1:10: fatal error: cuda.h: No"),
+    "Read-only file system": ("_inductor", "OSError: [Errno 30] Read-only file system: '/tmp/torchinductor_me'"),
+    "fake tensors": ("_dynamo", "Dynamo failed to run FX node with fake tensors: got RuntimeError(shapes)"),
 }
 
 
-@pytest.mark.parametrize("case", COMPILER)
-def test_compiler_fails(checks: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+@pytest.mark.parametrize("expected", COMPILER)
+def test_compiler_fails(checks: ModuleType, monkeypatch: pytest.MonkeyPatch, expected: str) -> None:
     """What PyTorch's compiler raises becomes one line with the reason, only where --compile was asked for."""
-    module, text, expected = COMPILER[case]
+    module, text = COMPILER[expected]
     error = type("InductorError", (RuntimeError,), {"__module__": f"torch.{module}.exc"})(text)
     monkeypatch.setattr("sys.argv", ["train.py", "--compile"])
     message = checks.explain(error)
