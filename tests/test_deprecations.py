@@ -1,11 +1,10 @@
 """What a pinned package says is deprecated, and that the example's own code calls: a later release will lack it."""
 
-import textwrap
 from pathlib import Path
 
 import pytest
 
-from harness import edits, readme, runs
+from harness import readme, runs
 
 # Python runs this first in each process. It notes each deprecation of a function that a file of the example calls, also
 # where a filter, or a logger's level, would hide it. What one package calls in another is not ours.
@@ -67,20 +66,3 @@ def test_nothing_deprecated(example: str, folder: Path, variables: dict[str, str
         assert runs.Run(line.split(), folder, variables).wait().status == 0
     noted = folder / "deprecated"
     assert not noted.exists(), noted.read_text()
-
-
-@pytest.mark.only("ddp_spawn")
-@pytest.mark.runs("weekly")
-def test_deprecated_is_noted(example: str, folder: Path, variables: dict[str, str]) -> None:
-    """What a filter hides is noted, with its place."""
-    old = "    # Train.\n"
-    plant = """
-        import warnings, logging
-        warnings.simplefilter("ignore")
-        DistributedDataParallel(model, check_reduction=True)
-    """
-    edits.edit(folder / "train.py", old, textwrap.indent(textwrap.dedent(plant).strip("\n"), "    ") + f"\n{old}")
-    assert runs.start(example, folder, 2, "--epochs", 1, **variables).wait().status == 0
-    lines = set((folder / "deprecated").read_text().splitlines())
-    (line,) = lines
-    assert line.startswith("train.py:") and "check_reduction" in line

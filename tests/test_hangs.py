@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness import edits, outputs, runs
-from harness.launchers import HOROVOD, LAUNCHERS
+from harness.launchers import LAUNCHERS
 from harness.processes import wait_until
 from harness.runs import Reference
 
@@ -43,32 +43,6 @@ def test_stacks(example: str, folder: Path, reference: Reference) -> None:
     assert "no step for" not in run.stderr
     ended = [path.read_text() for path in folder.glob("exit-*")]
     assert sorted(ended) == ["", "", *["row"] * 4], "what is registered with atexit is called, and files are written"
-
-
-@pytest.mark.runs("weekly")  # test_one_worker_hangs and slurm/test_hangs.py have ordinary tests of nearly the same
-@pytest.mark.only("convnet")
-@pytest.mark.only("pytorch")
-def test_hang(example: str, folder: Path) -> None:
-    """Rank 1 sleeps in its forward pass: before --timeout each process says where it stands, and rank 1 is missing."""
-    rank, timeout = LAUNCHERS[example].rank, 40
-    edits.plant(
-        folder,
-        f"self.times = getattr(self, 'times', 0) + 1\nif {rank} == 1 and self.times == 20:\n"
-        "    __import__('time').sleep(1000)\n",
-    )
-    run = runs.start(example, folder, 2, "--timeout", timeout).wait(600)
-    assert run.status > 0
-    lines = run.stderr.splitlines()
-    own = [line for line in lines if re.search(r"rank 1\] no step for \d\d s \(--timeout 40\), after step 1\d: ", line)]
-    assert len(own) == 1 and "common/models.py" in own[0] and "forward: __import__('time').sleep(1000)" in own[0]
-    assert sum("rank 0] no step for " in line for line in lines) == 1
-    if example not in HOROVOD:  # which has no store by which the processes could tell each other
-        verdict = (
-            rf"missing: rank 1 on {HOST} \(common/models\.py:\d+, forward: .*; waiting: rank 0 in gloo:all_reduce "
-        )
-        assert re.search(verdict, run.stderr), run.stderr
-    end = "Timeout (" if example in HOROVOD else "Traceback"
-    assert run.stderr.index("no step for") < run.stderr.index(end), run.stderr
 
 
 @pytest.mark.runs("weekly")

@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import importlib.util
 import os
 import re
 import runpy
@@ -257,26 +256,6 @@ def test_address_of_a_browser(tmp_path: Path) -> None:
     assert browser.address(str(tmp_path / "connect-1.txt")) == browser.address(url) == url
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"", "no address"),
-        (b"the job has not started\n", "no address"),
-        (b"http://127.0.0.1:8888/lab\n", "no address"),  # an address without a token
-        (b"http://127.0.0.1:8888/lab?token=\n", "no address"),
-        (b"token=5ecre7\n", "no address"),
-        (b"\xff\xfe\x00", "cannot read"),
-        (None, "cannot read"),  # no such file
-    ],
-)
-def test_no_address_for_a_browser(tmp_path: Path, content: bytes | None, says: str) -> None:
-    """A file without an address is one line, and not a traceback."""
-    if content is not None:
-        (tmp_path / "connect-1.txt").write_bytes(content)
-    with pytest.raises(SystemExit, match=f"^browser.py: error: .*{says}"):
-        browser.address(str(tmp_path / "connect-1.txt"))
-
-
 BUILDS = {  # of PyTorch, what UV_TORCH_BACKEND asks for: what is said, and whether CI permits it
     ("", ""): ("", True),
     ("+cu126", "cu126"): ("", True),
@@ -406,12 +385,3 @@ def test_refused_by_nox(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
 
     with pytest.raises(SystemExit, match=re.escape(says)):
         noxfile()["run_tests"](Session(), "ddp_spawn", "smoke")
-
-
-def test_rows_are_the_same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an example promises does not depend on what is installed where it is tested."""
-    rows = []
-    for found in (None, object()):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_, found=found: found)
-        rows.append(repr(runpy.run_path(launchers.__file__)["LAUNCHERS"]))
-    assert rows[0] == rows[1]

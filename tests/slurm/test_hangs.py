@@ -3,16 +3,14 @@
 import os
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from harness import edits, outputs
-from harness.jobs import Job, assert_completed, header, slowed, submit, two_processes
+from harness import edits
+from harness.jobs import Job, submit, two_processes
 from harness.launchers import copy_example
 from harness.processes import wait_until, workers
-from harness.runs import Reference
 from lab import Lab
 
 pytestmark = pytest.mark.slurm
@@ -21,22 +19,6 @@ pytestmark = pytest.mark.slurm
 def ask_for_stacks(lab: Lab, job: Job) -> None:
     """Have all processes of a job print their stacks, as the READMEs say."""
     lab.run(["scancel", "--signal=USR2", "--batch", job.id], check=True)
-
-
-@pytest.mark.runs("weekly")  # test_stacks is ordinary, and so is a hang in a job, below
-def test_stacks_of_a_job(
-    example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]
-) -> None:
-    """Asked for their stacks, all processes on all nodes print them; the job goes on, to the same bits."""
-    folder = slowed(source, tmp_path / example, "3")
-    job = submit(lab, example, folder, options=two_processes(source))
-    job.wait_for_epoch(1)
-    ask_for_stacks(lab, job)
-    for rank, node in enumerate((1, header(source, "nodes"))):
-        pattern = rf'^\[node{node} rank {rank}\]   File ".*/{example}/.*/train\.py", line \d+ in '
-        wait_until(lambda: re.search(pattern, job.log, re.MULTILINE), 300, pattern)  # noqa: B023
-    assert_completed(job, 5, processes=2)
-    outputs.assert_same_run(job.output, two_process_job().output)
 
 
 def stop_rank_1(job: Job) -> None:
