@@ -1,0 +1,51 @@
+"""A job with what users have around them: a umask, a locale, a folder's name, a temporary folder with noexec."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from harness import outputs
+from harness.jobs import EPOCHS, SETTINGS, Job, assert_completed, hand_over, two_processes
+from harness.launchers import LAUNCHERS, copy_example
+from harness.runs import Reference
+from lab import Lab
+from tests.test_circumstances import ASCII, NAME, OPEN_TO_OTHERS
+
+pytestmark = pytest.mark.slurm
+TEMPORARY = "/tmp/noexec"
+
+
+@pytest.fixture
+def noexec(lab: Lab) -> Iterator[None]:
+    """Let each node have a temporary folder of which no program can be executed."""
+    with contextlib.ExitStack() as stack:
+        for node in lab.nodes:
+            make = f"mkdir {TEMPORARY} && mount -t tmpfs -o mode=1777,noexec tmpfs {TEMPORARY}"
+            lab.run(["sh", "-c", make], node, "/", user="root", check=True)
+            stack.callback(lab.run, ["umount", "--lazy", TEMPORARY], node, "/", user="root", check=True)
+        yield
+
+
+@pytest.mark.runs("weekly")  # each job of the lab is an ordinary user's; test_ordinary_user of one machine has the rest
+@pytest.mark.usefixtures("noexec")
+def test_ordinary_user(
+    example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]
+) -> None:
+    """An ordinary user, umask 077, an ASCII locale, a space and an é in the path, TMPDIR with noexec: all work.
+
+    The job ends with the bits of an undisturbed one, and nobody else can read what it has written, its log included.
+    """
+    folder = hand_over(copy_example(source, tmp_path / NAME / example), lab)
+    before = set(folder.rglob("*"))
+    sbatch = ["sh", "-c", 'umask 077; exec sbatch --parsable "$@"', "sh", *two_processes(source), "run.slurm"]
+    done = lab.run(sbatch, cwd=folder, env=SETTINGS | ASCII | {"TMPDIR": TEMPORARY}, check=True)
+    job = Job(lab, example, folder, done.stdout.strip())
+    assert_completed(job, EPOCHS, processes=2)
+    assert lab.uid != 0 and job.shown["UserId"] == f"{lab.user}({lab.uid})"
+    assert "Traceback" not in job.log and "error" not in job.log, job.log
+    written = {path: path.lstat() for path in set(folder.rglob("*")) - before if not path.is_symlink()}
+    assert {job.output / LAUNCHERS[example].model, folder / f"{example}-{job.id}.out"} <= written.keys()
+    assert {(one.st_uid, one.st_mode & OPEN_TO_OTHERS) for one in written.values()} == {(lab.uid, 0)}, written
+    outputs.assert_same_run(job.output, two_process_job().output)
