@@ -33,7 +33,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from multiprocessing.queues import Queue
@@ -138,58 +137,21 @@ def compare(args: argparse.Namespace) -> None:
     report.draw_runs(found, path, machine())
 
 
-class PerImage:
-    """The same images as PIL objects, transformed one by one."""
-
-    def __init__(self, images) -> None:
-        from torchvision import transforms
-
-        self.images = images
-        self.transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple:
-        from PIL import Image
-
-        image = Image.fromarray(self.images.images[index, :, :, 0].numpy(), mode="L")
-        return self.transform(image), int(self.images.labels[index])
-
-
-def keep_memory() -> None:
-    """Have glibc keep freed memory in the process, by the function of the examples."""
-    from plumbing.processes import keep_memory
-
-    keep_memory()
-
-
-def loop(rank: int, processes: int, bf16: bool, meeting: str, barrier: Barrier, results: Queue) -> None:
-    """Train on this process's part of the images; put its samples per second in the second epoch into `results`.
-
-    Without `meeting`, a file in which the processes find each other, it is the bare loop, else the classic script.
-    """
+def loop(rank: int, processes: int, bf16: bool, barrier: Barrier, results: Queue) -> None:
+    """Train on this process's part of the images; put its samples per second in the second epoch into `results`."""
     import torch
-    from torch import distributed as dist
     from torch.nn import functional as F
-    from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
     from common import data
     from common.models import ConvNet
+    from plumbing.processes import keep_memory
 
     train_set, model = data.load("synthetic", size=IMAGES)[0], ConvNet()
     sampler = DistributedSampler(train_set, processes, rank, drop_last=True)
-    if meeting:
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=processes)
-        model = DistributedDataParallel(model)
-        loader = DataLoader(PerImage(train_set), BATCH, sampler=sampler, num_workers=4, drop_last=True)
-    else:
-        keep_memory()
-        torch.set_num_threads(1)
-        loader = DataLoader(train_set, sampler=BatchSampler(sampler, BATCH, drop_last=True), batch_size=None)
+    keep_memory()
+    torch.set_num_threads(1)
+    loader = DataLoader(train_set, sampler=BatchSampler(sampler, BATCH, drop_last=True), batch_size=None)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         barrier.wait()
@@ -203,15 +165,13 @@ def loop(rank: int, processes: int, bf16: bool, meeting: str, barrier: Barrier, 
             optimizer.step()
             samples += len(labels)
     results.put(samples / (time.perf_counter() - start))
-    if meeting:
-        dist.destroy_process_group()
 
 
-def together(processes: int, bf16: bool, meeting: str = "") -> float:
+def together(processes: int, bf16: bool) -> float:
     """Run `loop` in several processes at once and return the sum of their samples per second."""
     spawn = multiprocessing.get_context("spawn")
     barrier, results = spawn.Barrier(processes), spawn.Queue()
-    words = (processes, bf16, meeting, barrier, results)
+    words = (processes, bf16, barrier, results)
     started = [spawn.Process(target=loop, args=(rank, *words)) for rank in range(processes)]
     for process in started:
         process.start()
@@ -230,8 +190,6 @@ def throughput(args: argparse.Namespace) -> None:
              group
     NAME     examples/NAME/train.py with N processes of one thread, started by the command of its README; in another
              environment, made as that README says, with --venv NAME=FOLDER
-    classic  what the published guides do: PIL images and per-image transforms in 4 loader workers per process, default
-             threads, DistributedDataParallel over Gloo; in fp32, once, with the most processes
     """
     from harness import runs
     from harness.launchers import copy_example
@@ -262,9 +220,6 @@ def throughput(args: argparse.Namespace) -> None:
                         os.sched_setaffinity(0, cores)
                         assert " 1 thread each" in run.stdout, run.stdout
                         add(name, processes, precision, number, speed(read_metrics(output)))
-        if args.classic:
-            rate = together(processes, bf16=False, meeting=str(Path(temporary, "meeting")))
-            add("classic", processes, "fp32", 0, rate)
     report.draw_speeds(speeds, args.output / "throughput.csv", caption)
 
 
@@ -365,7 +320,6 @@ def main() -> None:
             command.add_argument("--venv", type=environment, action="append", default=[], metavar="NAME=FOLDER")
             command.add_argument("--processes", type=positive, nargs="+", default=[1, 2])
             command.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
-            command.add_argument("--classic", action="store_true", help="also the classic script, which takes minutes")
         if measure is not compare:
             command.add_argument("--rounds", type=positive, default=3)
         folder = ROOT / "results" / ("scaling" if measure is scaling else "")

@@ -29,7 +29,7 @@ class Run:
 class Speed:
     """How fast one run was: a row of throughput.csv or scaling.csv."""
 
-    name: str  # an example, "bare" or "classic"
+    name: str  # an example, or "bare"
     scaling: str  # "weak" or "strong"; only in scaling.csv
     nodes: int
     processes: int  # of all nodes

@@ -88,7 +88,7 @@ FOREIGN = {
     "no-index prefix reinstall requirement system-site-packages upgrade",
     "containers": "bind container-image container-writable fakeroot image nv pid privileged rocm",
     "nox": "environment force-python no-download peers",
-    "others": "arch backend-store-uri bandwidth classic dereference latency listen local-dir logdir login version yes",
+    "others": "arch backend-store-uri bandwidth dereference latency listen local-dir logdir login version yes",
 }
 OWN = ["lab", "preflight", "sweep", "jupyter", "runs", "benchmarks", "studies", "tests", "harness"]
 
