@@ -4,12 +4,16 @@ import itertools
 import os
 import re
 import sys
+import weakref
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
 from datetime import timedelta
 from pathlib import Path
 
 from . import checks
 from .launchers import fail, rank
+
+# By optimizer, the learning rates that set_learning_rate has given to its groups.
+RATES = weakref.WeakKeyDictionary()
 
 
 def arguments(description, precisions):
@@ -52,6 +56,38 @@ def learning_rate(args, step):
     elif args.scale_lr == "sqrt":
         factor = processes**0.5
     return args.lr * factor * min(1, (step + 1) / (args.warmup_steps + 1))
+
+
+def set_learning_rate(args, optimizer, step, factor=1):
+    """Set the rate of a step: learning_rate() times `factor`, which is for a schedule of yours.
+
+    Of PyTorch's optimizers each group gets that, times what the group has as "lr_scale". A rate
+    that something else has set would have no effect, so it ends the run.
+    """
+    rate = learning_rate(args, step) * factor
+    if not hasattr(optimizer, "param_groups"):  # Keras has one rate; with a schedule it is a tensor
+        before = optimizer.learning_rate
+        if step == 0 and not (hasattr(before, "assign") and before == args.lr):
+            refuse_rate(f"the optimizer has a schedule, or the learning rate {float(before):g}")
+        before.assign(rate)
+        return
+    groups = optimizer.param_groups
+    # A resumed run begins with the rates of its checkpoint.
+    known = RATES.get(optimizer, [group["lr"] for group in groups] if step else [])
+    for number, group in enumerate(groups):
+        if step == 0 and "initial_lr" in group:
+            refuse_rate("the optimizer has a scheduler of PyTorch")
+        if group["lr"] != (known[number] if number < len(known) else args.lr):
+            refuse_rate(f"group {number} of the optimizer has the learning rate {group['lr']}")
+        group["lr"] = rate * group.get("lr_scale", 1)
+    RATES[optimizer] = [group["lr"] for group in groups]
+
+
+def refuse_rate(wrong):
+    """End the run because of a rate, or a schedule, that would have no effect."""
+    advice = 'give the optimizer args.lr, a group its own rate by "lr_scale", and a schedule to'
+    advice += " set_learning_rate, as its factor: see docs/batch-size-and-learning-rate.md"
+    fail(f"{wrong}, which set_learning_rate replaces: {advice}")
 
 
 def check_args(parser, args):

@@ -127,8 +127,8 @@ FAULTS = {
     ),
     "a rate times the number of processes": Fault(
         "train.py",
-        'param_group["lr"] = plumbing.learning_rate(args, progress["step"])',
-        'param_group["lr"] = plumbing.learning_rate(args, progress["step"]) * args.world_size',
+        'plumbing.set_learning_rate(args, optimizer, progress["step"])',
+        'plumbing.set_learning_rate(args, optimizer, progress["step"], args.world_size)',
         CONTRACT + "same_bits_as_ddp_spawn",
         "loss",
     ),

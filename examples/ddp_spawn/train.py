@@ -77,9 +77,8 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
         plumbing.note_loss(train_loader, loss)  # if it is not finite, the next save ends the run
         sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
         sums[1] += len(labels)
-        # All groups get this rate in each step. A schedule of yours goes here, nowhere else.
-        for param_group in optimizer.param_groups:
-            param_group["lr"] = plumbing.learning_rate(args, progress["step"])
+        # Sets the rate of all groups. A schedule of yours is a factor, the fourth argument.
+        plumbing.set_learning_rate(args, optimizer, progress["step"])
         optimizer.step()
         optimizer.zero_grad()
         progress["step"] += 1

@@ -94,8 +94,7 @@ def train_one_epoch(args, engine, train_loader, device):
         sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
         sums[1] += len(labels)
         if not engine.lr_scheduler:  # the config file may have one
-            for param_group in engine.optimizer.param_groups:
-                param_group["lr"] = plumbing.learning_rate(args, engine.global_steps)
+            plumbing.set_learning_rate(args, engine.optimizer, engine.global_steps)
         engine.step()  # deepspeed: after the last batch of a step, optimizer.step() and zero_grad()
     dist.all_reduce(sums)  # deepspeed: sum over all processes, which all have to call this
     loss_sum, samples = sums.tolist()
@@ -157,8 +156,7 @@ def create_engine(args):
     config = plumbing.read_config(args.deepspeed_config)
     config["train_micro_batch_size_per_gpu"] = args.batch_size
     # DeepSpeed wants a rate here; train_one_epoch sets that of each step.
-    params = config["optimizer"].setdefault("params", {})
-    params["lr"] = plumbing.learning_rate(args, args.warmup_steps)
+    config["optimizer"].setdefault("params", {})["lr"] = args.lr
     if args.zero_stage is not None:
         config["zero_optimization"]["stage"] = args.zero_stage
     if args.precision == "bf16":

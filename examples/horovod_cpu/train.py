@@ -88,9 +88,8 @@ def train_one_epoch(args, model, train_loader, optimizer, device, progress):
         sums[1] += len(labels)
         if not completes_step:
             continue
-        # All groups get this rate in each step. A schedule of yours goes here, nowhere else.
-        for param_group in optimizer.param_groups:
-            param_group["lr"] = plumbing.learning_rate(args, progress["step"])
+        # Sets the rate of all groups. A schedule of yours is a factor, the fourth argument.
+        plumbing.set_learning_rate(args, optimizer, progress["step"])
         optimizer.step()  # horovod: first waits until all gradients are averaged
         optimizer.zero_grad()
         progress["step"] += 1

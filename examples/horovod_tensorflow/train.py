@@ -69,7 +69,8 @@ def train_one_epoch(args, train_step, train_set, optimizer, progress):
     batches = shard.reshape(args.steps_per_epoch, args.batch_size)
     for indices in batches:
         plumbing.restart_watchdog(args)  # MPI would wait forever for a process that hangs
-        optimizer.learning_rate.assign(plumbing.learning_rate(args, progress["step"]))
+        # A schedule of yours is a factor, the fourth argument.
+        plumbing.set_learning_rate(args, optimizer, progress["step"])
         sums += train_step(*train_set[indices])
         plumbing.note_loss(batches, sums[0])  # if it is not finite, the next save ends the run
         progress["step"] += 1
@@ -189,7 +190,8 @@ def main(args):
 
     # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
     model = make_model()
-    optimizer = keras.optimizers.AdamW(weight_decay=0.01, epsilon=1e-8)  # PyTorch's defaults
+    # PyTorch's defaults.
+    optimizer = keras.optimizers.AdamW(args.lr, weight_decay=0.01, epsilon=1e-8)
     optimizer.build(model.trainable_variables)
     progress = resume(args, model, optimizer)
     train_step, test_step = make_steps(model, optimizer)

@@ -63,7 +63,7 @@ class LitConvNet(L.LightningModule):
         return self.model(images).to(images.dtype)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), plumbing.learning_rate(self.args, 0))
+        return torch.optim.AdamW(self.parameters(), self.args.lr)
 
     def on_train_start(self):
         # lightning: its own handler waits for the step's end; SLURM kills soon, so end at once
@@ -91,9 +91,7 @@ class LitConvNet(L.LightningModule):
 
     def on_before_optimizer_step(self, optimizer):
         if not self.trainer.lr_scheduler_configs:  # you may add a scheduler
-            for param_group in optimizer.param_groups:
-                step = self.trainer.global_step
-                param_group["lr"] = plumbing.learning_rate(self.args, step)
+            plumbing.set_learning_rate(self.args, optimizer, self.trainer.global_step)
 
     def on_validation_start(self):
         if self.device.type == "cuda":

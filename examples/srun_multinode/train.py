@@ -101,9 +101,8 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
             continue
         if args.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
-        # All groups get this rate in each step. A schedule of yours goes here, nowhere else.
-        for param_group in optimizer.param_groups:
-            param_group["lr"] = plumbing.learning_rate(args, progress["step"])
+        # Sets the rate of all groups. A schedule of yours is a factor, the fourth argument.
+        plumbing.set_learning_rate(args, optimizer, progress["step"])
         optimizer.step()
         optimizer.zero_grad()
         progress["step"] += 1

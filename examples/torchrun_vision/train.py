@@ -131,8 +131,8 @@ def train_one_epoch(args, ddp_model, train_loader, parts, device, progress):
         if args.max_grad_norm:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
-        for param_group in optimizer.param_groups:
-            param_group["lr"] = learning_rate(args, progress["step"])
+        factor = cosine(args, progress["step"])
+        plumbing.set_learning_rate(args, optimizer, progress["step"], factor)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -156,12 +156,11 @@ def autocast(args, device):
     return torch.autocast(device.type, AUTOCAST.get(args.precision), args.precision in AUTOCAST)
 
 
-def learning_rate(args, step):
-    """Return the rate of a step: it rises in the warm-up, then falls to 0 at the run's end."""
+def cosine(args, step):
+    """Return the factor by which the rate of a step, after the warm-up, falls to 0 at the end."""
     done = max(0, step - args.warmup_steps)
     length = max(1, args.epochs * args.steps_per_epoch - args.warmup_steps)
-    cosine = (1 + math.cos(math.pi * done / length)) / 2
-    return plumbing.learning_rate(args, step) * cosine
+    return (1 + math.cos(math.pi * done / length)) / 2
 
 
 @torch.no_grad()

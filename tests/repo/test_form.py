@@ -12,9 +12,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 import plumbing
-from harness import copies, edits, runs
+from harness import copies, edits, refusals, runs
 from harness.launchers import EXAMPLES, LAUNCHERS, MADE, MINIMAL, ROOT, copy_example
 from harness.processes import clean_environment
 
@@ -160,6 +161,95 @@ def test_learning_rate() -> None:
             assert plumbing.learning_rate(args, 0) == plumbing.learning_rate(args, 10**6) == 0.5 * factor
 
 
+RATED = Namespace(lr=0.5, scale_lr="linear", warmup_steps=3, world_size=4)
+
+
+@pytest.fixture
+def optimizer(monkeypatch: pytest.MonkeyPatch) -> torch.optim.Optimizer:
+    """SGD with RATED's rate, and with a second group that has a tenth of it; a refusal raises."""
+
+    def refuse(message: str) -> None:
+        raise refusals.RefusedError(message)
+
+    monkeypatch.setattr(plumbing.settings, "fail", refuse)
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    groups = [{"params": weights[:1]}, {"params": weights[1:], "lr_scale": 0.1}]
+    return torch.optim.SGD(groups, RATED.lr)
+
+
+def test_rates_of_groups(optimizer: torch.optim.Optimizer) -> None:
+    """A group has the rate of the step, times lr_scale and the factor; that of a step may be set twice (DeepSpeed).
+
+    A resumed run keeps the lr_scale of its checkpoint, and has its own --lr.
+    """
+
+    def rates(args: Namespace, step: int, factor: float) -> list[float]:
+        plumbing.set_learning_rate(args, optimizer, step, factor)
+        return [group["lr"] for group in optimizer.param_groups]
+
+    for step, rate in ((0, 0.25), (0, 0.25), (1, 0.5), (2, 0.75), (3, 1), (4, 1)):
+        assert rates(RATED, step, 0.5) == [rate, rate * 0.1]
+    state = optimizer.state_dict()
+    optimizer = torch.optim.SGD([{"params": group["params"]} for group in optimizer.param_groups], 0.1)
+    optimizer.load_state_dict(state)
+    assert rates(Namespace(**vars(RATED) | {"lr": 0.1}), 5, 1) == [0.4, 0.4 * 0.1]
+
+
+def plateau(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step, and one of a scheduler that is not noticed before."""
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    plumbing.set_learning_rate(RATED, optimizer, 0)
+    for loss in (1, 2):
+        scheduler.step(loss)
+
+
+def freed(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step, and add weights with a rate of their own."""
+    plumbing.set_learning_rate(RATED, optimizer, 0)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.1})
+
+
+# What each does with an optimizer, the step at which it is refused, and what the line says.
+REPLACED = {
+    "group": (lambda optimizer: optimizer.param_groups[1].update(lr=0.1), 0, "group 1 .* has the learning rate 0.1,"),
+    "default": (lambda optimizer: optimizer.param_groups[0].update(lr=1e-3), 0, "group 0 .* the learning rate 0.001,"),
+    "scheduler": (lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 9), 0, "has a scheduler of PyTorch,"),
+    "plateau": (plateau, 1, "group 0 .* has the learning rate 0.05,"),
+    "new group": (freed, 1, "group 2 .* has the learning rate 0.1,"),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_rates_without_effect(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """What train.py would replace without a word is refused: a rate of a group, a scheduler, also in a later step."""
+    change, step, says = REPLACED[name]
+    change(optimizer)
+    with pytest.raises(refusals.RefusedError, match=f'{says} which set_learning_rate replaces: .*args.lr.*"lr_scale"'):
+        plumbing.set_learning_rate(RATED, optimizer, step)
+
+
+class KerasRate(float):
+    """What Keras has as learning_rate of an optimizer without a schedule."""
+
+    assigned = 0.0
+
+    def assign(self, value: float) -> None:
+        """Note the new rate."""
+        self.assigned = value
+
+
+@pytest.mark.usefixtures("optimizer")
+def test_rate_of_keras() -> None:
+    """Keras's optimizer has one rate, which is --lr at first; another, and a schedule, are refused."""
+    rate = KerasRate(0.5)
+    for step in (0, 1):
+        plumbing.set_learning_rate(RATED, Namespace(learning_rate=rate), step, 0.5)
+        assert rate.assigned == 0.25 * (step + 1)
+    for wrong in (KerasRate(0.1), 0.5):
+        with pytest.raises(refusals.RefusedError, match="has a schedule, or the learning rate 0"):
+            plumbing.set_learning_rate(RATED, Namespace(learning_rate=wrong), 0)
+
+
 def test_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     """With --checkpoint-every N a process asks to save after each Nth step, with a time when that has passed.
 
@@ -226,7 +316,7 @@ class WithoutPlumbing(ast.NodeTransformer):
 def test_without_plumbing(tmp_path: Path) -> None:
     """Without plumbing/ and the calls to it, ddp_spawn's train.py still trains: its loss falls as before.
 
-    In the place of the common flags and of the learning rate it has the constants of minimal.py.
+    In the place of the common flags it has the constants of minimal.py.
     """
     folder = copy_example(ROOT / "examples" / "ddp_spawn", tmp_path / "plain")
     shutil.rmtree(folder / "plumbing")
@@ -236,7 +326,6 @@ def test_without_plumbing(tmp_path: Path) -> None:
         ("import os\n", "import argparse\nimport os\nfrom pathlib import Path\n"),
         ("\n\ndef parse_args():\n", f"\n{constants}\n\ndef parse_args():\n"),
         ("plumbing.arguments(__doc__, WEIGHT_DTYPES)", textwrap.indent(PARSER, "    ").strip()),
-        ('plumbing.learning_rate(args, progress["step"])', "LR"),
         ("plumbing.print_epoch(args, progress)", "print('row', row) if rank == 0 else 0"),
     ):
         assert text.count(old) == 1, old

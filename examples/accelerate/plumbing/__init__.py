@@ -40,6 +40,7 @@ from .settings import (
     count_steps,
     learning_rate,
     position,
+    set_learning_rate,
     share_batch,
     steps_or_minutes,
 )
