@@ -75,6 +75,7 @@ def test_default_run(example: str, reference: Reference) -> None:
     if launcher.convnet:
         outputs.assert_exact_metrics(reference.output)
 
+    assert "more-state.md" not in reference.stdout  # what training changes is in the checkpoint
     lines = reference.stdout.splitlines()
     shape = (
         rf"2 processes on 1 node, {launcher.backend} on cpu, \d+ threads? each, global batch {launcher.global_batch}"

@@ -1,15 +1,16 @@
-"""The recipes in each example's README, "Make it yours", and in two pages of docs/, applied to a copy as they stand."""
+"""The recipes in each README, "Make it yours", and in three pages of docs/, applied to a copy as they stand."""
 
 import ast
 import re
 import runpy
 import shutil
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from harness import outputs, readme, refusals, runs
-from harness.edits import apply_diff, edit
+from harness.edits import apply_diff, edit, note_use
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
 
 OWN = ("own_data", "own_model")  # files of the examples that train the ConvNet
@@ -135,7 +136,7 @@ def test_recipes_resumed(example: str, folder: Path) -> None:
     outputs.assert_same_run(folder / "output" / "killed", folder / "output" / "whole")
 
 
-PAGES = [ROOT / "docs" / name for name in ("own-data.md", "rare-classes-and-pairs.md")]
+PAGES = [ROOT / "docs" / name for name in ("own-data.md", "rare-classes-and-pairs.md", "more-state.md")]
 OWN_FILES = ROOT / "tests" / "own"
 TEXT = "".join(page.read_text() for page in PAGES)
 HEADED = re.compile(r"^For ((?:\w+(?:, | and )?)+)(?:, [^\n]*)?:\n\n```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -149,7 +150,14 @@ KINDS = {  # folder of tests/own, or BORDER: the page's section, the column of m
     "rare": ("Rare classes: AUC, and a weighted sampler", "test_auc", (0.95, 1), 4),
     "pairs": ("Pairs: a loss that compares samples", "test_accuracy", (0.7, 1), 15),
 }
+# Folders of tests/own, whose own_data.py is that of another: the section of the page, and that folder.
+STATES = {
+    "two_networks": ("A second network, with its optimizer", "rare"),
+    "teacher": ("A teacher that follows, and a queue", "pairs"),
+    "stages": ("Stages: layers that are frozen at first", "rare"),
+}
 BLOCKS = {"texts": "own_data.py", "rare": "own_data.py", "pairs": "own_model.py"}  # which have the pages' Python
+BLOCKS |= dict.fromkeys(STATES, "own_model.py")
 PROCESSES_ALIKE = ("border", "rare", "pairs")  # whose model two processes train as one does
 NAMED = {name for names, _ in HEADED.findall(TEXT) for name in re.findall(r"\w+", names)} & {*EXAMPLES}
 
@@ -162,8 +170,8 @@ def diffs_of(example: str, section: str) -> list[str]:
 
 
 def diffs_for(example: str, kind: str) -> list[str]:
-    """Return the diffs for this kind of data and an example; none if the pages have none."""
-    diffs = diffs_of(example, KINDS[kind][0])
+    """Return the diffs for this kind of data or state and an example; none if the pages have none."""
+    diffs = diffs_of(example, (KINDS | STATES)[kind][0])
     return diffs_of(example, KINDS["masks"][0]) + diffs if kind == "border" and diffs else diffs
 
 
@@ -190,8 +198,12 @@ def use_own_files(folder: Path, kind: str) -> None:
     """Apply the README's diffs to a copy, with own data and an own model of this kind, and no loader workers."""
     for text in readme.fences(folder / "README.md", "diff"):
         apply_diff(folder / "train.py", text)
-    for file in (OWN_FILES / ("masks" if kind == "border" else kind)).glob("*.py"):
-        shutil.copy(file, folder)
+    own = ["masks" if kind == "border" else kind]
+    if kind in STATES:
+        own.insert(0, STATES[kind][1])
+    for name in own:
+        for file in (OWN_FILES / name).glob("*.py"):
+            shutil.copy(file, folder)
     if kind == "border":
         for name, old, new in BORDER:
             edit(folder / name, old, new)
@@ -236,7 +248,7 @@ def measured(folder: Path, kind: str) -> dict[str, float]:
     return {"test_loss": loss, "test_iou": sum(overlaps) / len(overlaps), "test_accuracy": accuracy}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *STATES])
 def test_page_fits(example: str, folder: Path, kind: str) -> None:
     """The page's diffs apply, after the README's, to each example that they name, and what they make is Python."""
     diffs = diffs_of(example, INPUT) + diffs_for(example, kind)
@@ -250,6 +262,8 @@ def test_page_fits(example: str, folder: Path, kind: str) -> None:
     if kind in BLOCKS:  # the page's Python is that of the test
         blocks = [block for page in PAGES for block in readme.fences(page, "python")]
         assert len(blocks) == len(BLOCKS)
+        if kind in STATES:  # methods, which the page has without their class
+            blocks = [textwrap.indent(block.replace("\n\n\n", "\n\n"), "    ") for block in blocks]
         assert any(block in (folder / BLOCKS[kind]).read_text() for block in blocks)
 
 
@@ -299,6 +313,36 @@ def test_own_kind(example: str, folder: Path, kind: str) -> None:
     more = runs.start(example, folder, 1, "--epochs", epochs + 1, "--batch-size", 32, "--resume").wait()
     refusals.assert_refused(more, LAUNCHERS[example].status_after_bad_input, "1280", "1281", "output")
     assert (folder / "output" / "metrics.csv").read_bytes() == before
+
+
+@pytest.mark.only("ddp_spawn", "torchrun_multinode")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("two_networks", marks=pytest.mark.runs("weekly", "ddp_spawn")),
+        *(pytest.param(kind, marks=pytest.mark.runs("weekly")) for kind in ("teacher", "stages")),
+    ],
+)
+def test_more_state(example: str, folder: Path, kind: str) -> None:
+    """Interrupted in the third of four epochs, a run ends with the bits of one that ran through; a checkpoint has all.
+
+    torchrun_multinode stops after the third batch of that epoch; in ddp_spawn a process kills itself there.
+    """
+    use_own_files(folder, kind)
+    for text in diffs_of(example, INPUT) + diffs_for(example, kind):
+        apply_diff(folder / "train.py", text)
+    note_use(folder, LAUNCHERS[example])
+    words = ("--epochs", 4, "--batch-size", 32, "--lr", 0.005)
+    whole = runs.train(example, folder, 2, *words, "--output-dir", "output/whole", NUMBER="1")
+    ends = {"NUMBER": "2", "END_IN": "2"} | ({"STEPS": "1"} if example == "torchrun_multinode" else {})
+    first = runs.start(example, folder, 2, *words, "--output-dir", "output/cut", **ends).wait(leaves=60)
+    (folder / runs.STOP).unlink(missing_ok=True)
+    last = runs.train(example, folder, 2, *words, "--output-dir", "output/cut", "--resume", NUMBER="3")
+    assert "continuing after epoch 2 of 4" in last.stdout and "finished" not in first.stdout, last.stdout
+    assert ("stopped by a signal after step 3 of epoch 3" in first.stdout) == (example == "torchrun_multinode")
+    outputs.assert_same_run(folder / "output" / "cut", folder / "output" / "whole")
+    for run in (whole, first, last):
+        assert "more-state.md" not in run.stdout, run.stdout
 
 
 @pytest.mark.only("convnet")

@@ -11,7 +11,7 @@ import time
 import uuid
 from pathlib import Path
 
-from . import checks, hangs
+from . import checks, forgotten, hangs
 from .files import write, write_metrics
 from .launchers import call_exit_functions, disconnect, end, gather, rank, wait_for_unfinished
 from .settings import position
@@ -46,6 +46,7 @@ def print_header(args, what, device, progress):
     checks.note_saved(progress)  # a resumed run begins with what is saved
     if rank() > 0:
         return
+    forgotten.note()
     ranks = {}
     for number, host in enumerate(hosts):
         ranks.setdefault(host, []).append(number)

@@ -11,7 +11,7 @@ import zipfile
 import zlib
 from pathlib import Path
 
-from . import checks
+from . import checks, forgotten
 from .files import link, lock, write, write_metrics
 from .launchers import end, fail, gather, rank
 from .settings import position
@@ -206,6 +206,8 @@ def write_checkpoint(args, state):
     """
     import torch
 
+    for line in forgotten.lines(state):
+        print(line)
     write_metrics(args, state["progress"])
     state = state | {"settings": resume_settings(args)}
     names = [*kept_names(args, state["progress"]), CHECKPOINT]
