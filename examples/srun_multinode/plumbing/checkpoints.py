@@ -21,8 +21,8 @@ CHECKPOINT = "checkpoint.pt"  # in --output-dir
 SHARED = (
     *("dataset", "data", "text", "base", "model", "image_size", "sync_batchnorm", "context"),
     *("width", "layers", "heads", "full", "lora_rank", "lora_alpha", "lora_dropout"),
-    *("target_modules", "vocabulary", "optimizer", "zero_stage", "fp16_allreduce", "seed"),
-    *("precision", "global_batch"),
+    *("target_modules", "vocabulary", "optimizer", "has_scheduler", "zero_stage"),
+    *("fp16_allreduce", "seed", "precision", "global_batch"),
 )
 
 
