@@ -223,7 +223,7 @@ def test_objects_are_refused_when_saved(tmp_path: Path) -> None:
     args = SimpleNamespace(output_dir=tmp_path, scale_lr=None, seed=0, steps_per_epoch=1)
     progress = {"step": 1, "history": [{"epoch": 1, "test_f1": 0.5}]}
     plumbing.write_checkpoint(args, {"model": {}, "progress": progress})
-    for value, name in ((np.float64(0.5), "numpy._core.multiarray.scalar"), (SimpleNamespace(), "types.SimpleNamespace")):
+    for value, name in ((np.float64(0.5), "numpy._core.multiarray.scalar"), (Path("x"), "pathlib.PosixPath")):
         bad = {"step": 2, "history": [{"epoch": 1, "test_f1": value}]}
         with pytest.raises(RefusedError, match=rf"checkpoint\.pt cannot have .*{name}.*float\(\)"):
             plumbing.write_checkpoint(args, {"model": {}, "progress": bad})
