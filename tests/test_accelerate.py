@@ -27,6 +27,46 @@ def test_bad_input(example: str, folder: Path) -> None:
     refusals.assert_arguments_refused(folder, texts)
 
 
+CASES = {
+    "ACCELERATE_MIXED_PRECISION=bf16": "mixed_precision is bf16: use --precision of train.py",
+    "ACCELERATE_USE_DEEPSPEED=true": "take the example deepspeed",
+    "ACCELERATE_USE_FSDP=true": "take the example fsdp",
+}
+
+
+def test_settings_of_its_launcher(example: str, folder: Path) -> None:
+    """What accelerate's own flags or a config file ask for, and train.py would not do, is refused."""
+    (folder / "each.py").write_text(
+        "import os, sys, train\n"
+        f"for variable in {[*CASES]}:\n"
+        "    name, _, value = variable.partition('=')\n"
+        "    os.environ[name] = value\n"
+        "    try:\n"
+        "        train.parse_args()\n"
+        "    except SystemExit as end:\n"
+        "        print('status', end.code)\n"
+        "    del os.environ[name]\n"
+        "os.environ['ACCELERATE_MIXED_PRECISION'] = 'bf16'\n"
+        "sys.argv += ['--precision', 'bf16']\n"
+        "train.parse_args()\n"
+    )
+    run = runs.Run(["python", "each.py"], folder, {"TORCHELASTIC_RUN_ID": "none"}).wait()
+    errors = [line for line in run.stderr.splitlines() if ": error: " in line]
+    assert run.stdout == "status 2\n" * len(CASES), run.stderr
+    for line, text in zip(errors, CASES.values(), strict=True):
+        assert text in line, line
+
+
+@pytest.mark.runs("weekly")
+def test_stopped_while_compiled(example: str, folder: Path, reference: Reference) -> None:
+    """Where accelerate compiles the model, a checkpoint in mid-epoch has the names of a run without that."""
+    launcher = LAUNCHERS[example].local.format(n=2).replace(" train.py", " --dynamo_backend eager train.py")
+    step = stop(example, runs.Run([*launcher.split(), "--checkpoint-every", "5"], folder))
+    runs.train(example, folder, 2, "--resume")
+    runs.assert_continued(folder / "output", step)
+    outputs.assert_same_run(folder / "output", reference.output)
+
+
 @pytest.mark.runs("weekly")
 def test_own_words_count(example: str, folder: Path, reference: Reference) -> None:
     """Neither a variable in the environment nor a timeout that is accelerate's own default has it choose another."""

@@ -23,6 +23,7 @@ import plumbing
 from harness import outputs
 from harness.launchers import ROOT
 from harness.processes import wait_until
+from harness.refusals import RefusedError
 from harness.runs import Reference, Run
 
 # ---- The record, run.json ----
@@ -211,6 +212,21 @@ def test_damaged_checkpoint(tmp_path: Path, case: str) -> None:
     assert "\n" not in repr(raised.value) and len(repr(raised.value)) < 200, raised.value
     if "another" in case or "half" in case:
         assert "it is of another program" in str(raised.value)
+
+
+@pytest.mark.usefixtures("refusing")
+def test_objects_are_refused_when_saved(tmp_path: Path) -> None:
+    """A checkpoint that --resume would not read is not written: it would be of no use after hours of training."""
+    import numpy as np
+
+    args = SimpleNamespace(output_dir=tmp_path, scale_lr=None, seed=0, steps_per_epoch=1)
+    progress = {"step": 1, "history": [{"epoch": 1, "test_f1": 0.5}]}
+    plumbing.write_checkpoint(args, {"model": {}, "progress": progress})
+    for value, name in ((np.float64(0.5), "numpy._core.multiarray.scalar"), (Path("x"), "pathlib.PosixPath")):
+        bad = {"step": 2, "history": [{"epoch": 1, "test_f1": value}]}
+        with pytest.raises(RefusedError, match=rf"checkpoint\.pt cannot have .*{name}.*float\(\)"):
+            plumbing.write_checkpoint(args, {"model": {}, "progress": bad})
+        assert plumbing.load_checkpoint(tmp_path / "checkpoint.pt")["progress"] == progress
 
 
 def refuse(message: str | None) -> None:

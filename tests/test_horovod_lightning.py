@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import outputs, refusals, runs
+from harness import edits, outputs, refusals, runs
+from harness.launchers import LAUNCHERS
 from harness.runs import Reference
 
 pytestmark = pytest.mark.only("horovod_lightning")
@@ -30,6 +31,27 @@ def test_accumulation_and_clipping(example: str, folder: Path, reference: Refere
     assert row["train_loss"] > outputs.read_metrics(reference.output)[0]["train_loss"] + 0.1
     for name in ("train_loss", "test_loss", "test_accuracy"):
         assert logged[name] == pytest.approx(row[name], rel=1e-6)
+
+
+@pytest.mark.runs("weekly")
+def test_scheduler_of_parts(example: str, folder: Path) -> None:
+    """A scheduler that is made of others sets the rate of the wrapped optimizer, also after a resume."""
+    parts = "[s.LinearLR(optimizer, 0.1, total_iters=1), s.ExponentialLR(optimizer, 0.5)]"
+    lines = [
+        "        optimizer = torch.optim.AdamW(self.parameters(), self.args.lr)",
+        "        s = torch.optim.lr_scheduler",
+        f"        schedule = s.SequentialLR(optimizer, {parts}, [1])",
+        '        return {"optimizer": optimizer, "lr_scheduler": schedule}\n',
+    ]
+    line = "        return torch.optim.AdamW(self.parameters(), plumbing.learning_rate(self.args, 0))\n"
+    edits.edit(folder / "train.py", line, "\n".join(lines))
+    edits.note_rates(folder, LAUNCHERS[example])
+    runs.train(example, folder, 2, "--epochs", 3, "--output-dir", "whole")
+    for epochs in (1, 2, 3):
+        runs.train(example, folder, 2, "--epochs", epochs, "--resume")
+    outputs.assert_same_run(folder / "output", folder / "whole")
+    rates = [rate for rate in (1e-4, 1e-3, 5e-4) for _ in range(11)]
+    assert edits.noted_rates(folder) == pytest.approx(rates)
 
 
 ASK = """

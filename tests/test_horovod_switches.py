@@ -38,6 +38,19 @@ def assert_trace(path: Path, steps: int) -> None:
         assert sum(phase == "B" for phase, _ in phases) == sum(phase == "E" for phase, _ in phases)
 
 
+def test_clipped_gradients(example: str, folder: Path) -> None:
+    """The norm to which two processes clip is that of the averaged gradients: they train as one does.
+
+    It is so low here that AdamW's epsilon counts.
+    """
+    apply_recipe(folder, "clip_grad_norm_")
+    edits.edit(folder / "train.py", "(model.parameters(), 1.0)", "(model.parameters(), 1e-6)")
+    for processes, batch_size in ((1, 64), (2, 32)):
+        words = f"--epochs 1 --precision fp64 --batch-size {batch_size} --output-dir {processes}"
+        runs.train(example, folder, processes, *words.split(), SLURM_CPUS_PER_TASK="1")
+    assert outputs.largest_difference(outputs.read_model(folder / "1"), outputs.read_model(folder / "2")) < 1e-9
+
+
 def test_adasum(example: str, folder: Path, reference: Reference) -> None:
     """Over MPI it learns the digits, to other weights than by averaging; over Gloo it says that there is none."""
     apply_recipe(folder, "hvd.Adasum")

@@ -46,6 +46,13 @@ def parse_args():
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         command = "accelerate launch --config_file accelerate.yaml --num_processes 2 train.py"
         parser.error(f"start it so: {command}")
+    # accelerate launch: sets these by its flags, or by a config file of your own
+    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if mixed not in ("no", args.precision):
+        parser.error(f"accelerate's mixed_precision is {mixed}: use --precision of train.py")
+    for name in ("DEEPSPEED", "FSDP"):
+        if os.environ.get(f"ACCELERATE_USE_{name}") == "true":
+            parser.error(f"{name} needs other checkpoints: take the example {name.lower()}")
     return args
 
 
@@ -110,7 +117,7 @@ def train_one_epoch(args, accelerator, ddp_model, train_loader, optimizer, progr
         progress["step"] += 1
         if request >= 1:
             progress["seconds"] = time.perf_counter() - start
-            model = accelerator.unwrap_model(ddp_model)
+            model = accelerator.unwrap_model(ddp_model, keep_torch_compile=False)
             save_checkpoint(args, accelerator, model, optimizer, progress)
             start = time.perf_counter() - progress["seconds"]  # a save is no training
         if request == 2:

@@ -61,6 +61,7 @@ class LitConvNet(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), self.args.lr)
 
     def on_train_start(self):
+        plumbing.begin_training(self.trainer, self.progress)
         # lightning: its own handler waits for the step's end; SLURM kills soon, so end at once
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -132,12 +133,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def __init__(self, args):
         self.args = args
+        self.path = os.path.realpath(args.output_dir / "checkpoint.pt")
         self.checkpoint = None  # what resume() has read
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):
-        plumbing.write_checkpoint(self.args, checkpoint)  # as a whole or not at all
+        if os.path.realpath(path) != self.path:  # of a ModelCheckpoint that you have added
+            return super().save_checkpoint(checkpoint, path, storage_options)
+        return plumbing.write_checkpoint(self.args, checkpoint)  # as a whole or not at all
 
-    def load_checkpoint(self, path, **_):
+    def load_checkpoint(self, path, **options):
+        if os.path.realpath(path) != self.path:
+            return super().load_checkpoint(path, **options)
         checkpoint, self.checkpoint = self.checkpoint, None  # kept no longer than it is needed
         return checkpoint
 
@@ -171,10 +177,12 @@ class HorovodStrategy(ParallelStrategy):
             )
             for optimizer in plain
         ]
-        # You may add a scheduler: it has to set the rate of the wrapped optimizer.
+        # You may add schedulers, also one of several parts, such as SequentialLR: each has to set
+        # the rate of the wrapped optimizer.
         for config in self.lr_scheduler_configs:
             number = plain.index(config.scheduler.optimizer)
-            config.scheduler.optimizer = self.optimizers[number]
+            for scheduler in plumbing.parts_of(config.scheduler):
+                scheduler.optimizer = self.optimizers[number]
         # horovod: rank 0's weights to all
         hvd.broadcast_parameters(self.lightning_module.state_dict(), root_rank=0)
 
@@ -298,7 +306,9 @@ def main(args):
     plumbing.print_header(args, f"{name} on {args.data_name}", device, progress)
     # lightning: with "last" each process would look for itself, and some might not see the file
     path = args.output_dir / "checkpoint.pt" if progress["history"] else None
+    trained = len(progress["history"]) < args.epochs
     trainer.fit(model, train_loader, test_loader, ckpt_path=path)
+    plumbing.end_training(trainer, model, trained)
 
     # Finish.
     path = args.output_dir / "model.pt"

@@ -66,6 +66,7 @@ class LitConvNet(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), self.args.lr)
 
     def on_train_start(self):
+        plumbing.begin_training(self.trainer, self.progress)
         # lightning: its own handler waits for the step's end; SLURM kills soon, so end at once
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # DDP chooses in its first backward pass in which order it sums gradients. One is done now,
@@ -112,7 +113,7 @@ class LitConvNet(L.LightningModule):
         metrics = self.trainer.callback_metrics
         row = {"epoch": self.current_epoch + 1}
         row |= {name: metrics[name].item() for name in ("train_loss", "test_loss", "test_accuracy")}
-        samples = self.trainer.num_training_batches * self.args.global_batch
+        samples = self.args.steps_per_epoch * self.args.global_batch
         row |= {"samples_per_second": samples / self.seconds, "seconds": self.seconds}
         row |= {"world_size": self.args.world_size}
         self.progress["history"].append(row)
@@ -142,12 +143,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def __init__(self, args):
         self.args = args
+        self.path = os.path.realpath(args.output_dir / "checkpoint.pt")
         self.checkpoint = None  # what resume() has read
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):
-        plumbing.write_checkpoint(self.args, checkpoint)  # as a whole or not at all
+        if os.path.realpath(path) != self.path:  # of a ModelCheckpoint that you have added
+            return super().save_checkpoint(checkpoint, path, storage_options)
+        return plumbing.write_checkpoint(self.args, checkpoint)  # as a whole or not at all
 
-    def load_checkpoint(self, path, **_):
+    def load_checkpoint(self, path, **options):
+        if os.path.realpath(path) != self.path:
+            return super().load_checkpoint(path, **options)
         checkpoint, self.checkpoint = self.checkpoint, None  # kept no longer than it is needed
         return checkpoint
 
@@ -236,7 +242,9 @@ def main(args):
     plumbing.print_header(args, f"{name} on {args.data_name}", device, progress)
     # lightning: with "last" each process would look for itself, and some might not see the file
     path = args.output_dir / "checkpoint.pt" if progress["history"] else None
+    trained = len(progress["history"]) < args.epochs
     trainer.fit(model, train_loader, test_loader, ckpt_path=path)
+    plumbing.end_training(trainer, model, trained)
 
     # Finish.
     path = args.output_dir / "model.pt"

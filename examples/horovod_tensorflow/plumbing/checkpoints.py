@@ -21,8 +21,8 @@ CHECKPOINT = "checkpoint.pt"  # in --output-dir
 SHARED = (
     *("dataset", "data", "text", "base", "model", "image_size", "sync_batchnorm", "context"),
     *("width", "layers", "heads", "full", "lora_rank", "lora_alpha", "lora_dropout"),
-    *("target_modules", "vocabulary", "optimizer", "zero_stage", "fp16_allreduce", "seed"),
-    *("precision", "global_batch"),
+    *("target_modules", "vocabulary", "optimizer", "has_scheduler", "zero_stage"),
+    *("fp16_allreduce", "seed", "precision", "global_batch"),
 )
 
 
@@ -212,7 +212,16 @@ def write_checkpoint(args, state):
     state = state | {"settings": resume_settings(args)}
     names = [*kept_names(args, state["progress"]), CHECKPOINT]
     first, *others = [args.output_dir / name for name in names]
-    write(first, lambda file: torch.save(state, file))
+
+    def save(file):
+        torch.save(state, file)
+        file.seek(0)
+        if objects := torch.serialization.get_unsafe_globals_in_checkpoint(file):
+            wrong = f"{first} cannot have {', '.join(objects)}: --resume reads no objects"
+            advice = "turn a number of NumPy into one of Python by float(), and leave out others"
+            fail(f"{wrong}. In what you have added to the checkpoint, {advice}")
+
+    write(first, save)
     # The newest is last: a run that is killed before repeats the epoch, and its names.
     for path in others:
         link(first, path)

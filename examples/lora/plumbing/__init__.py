@@ -45,3 +45,4 @@ from .settings import (
     steps_or_minutes,
 )
 from .stopping import requested, stop, stop_requested, until_stopped
+from .trainer import begin_training, end_training, parts_of

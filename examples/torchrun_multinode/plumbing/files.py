@@ -42,11 +42,12 @@ def remove_unfinished(folder):
 def write(path, save):
     """Write a file as a whole or not at all.
 
-    save(file) writes a temporary file, which is flushed to the disk and then renamed to `path`.
+    save(file) writes a temporary file, and may read it; it is then flushed to the disk and renamed
+    to `path`.
     """
     temporary = path.with_name(f"tmp.{os.getpid()}.{path.name}")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "w+b") as file:
             save(file)
             file.flush()
             os.fsync(file.fileno())
