@@ -168,6 +168,18 @@ def test_numbers_of_deepspeed(tmp_path: Path, text: str, says: str) -> None:
     assert says in str(refused.value) and ("--global-batch" in str(refused.value) or str(path) in str(refused.value))
 
 
+@pytest.mark.parametrize(("batches", "left"), [(5, None), (6, [2, 3, 4, 5]), (7, [2, 3, 4, 5]), (8, None)])
+def test_batches_left(batches: int, left: list[int] | None) -> None:
+    """A sampler of another length than count_steps has counted is refused: its last batches would never be read."""
+    args = Namespace(steps_per_epoch=3, gradient_accumulation_steps=2)
+    progress = {"step": 4, "history": [{}]}  # one step of the second epoch
+    if left is None:
+        with pytest.raises(RefusedError, match=f"rank 0 has {batches} batches in epoch 2, not 6: "):
+            plumbing.batches_left(args, progress, iter(range(batches)))
+    else:
+        assert plumbing.batches_left(args, progress, iter(range(batches))) == left
+
+
 def layers(kind: str) -> Callable[[], object]:
     """Return a function that makes one step of a model with a layer of this kind and a batch of one sample."""
     import torch

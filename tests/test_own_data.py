@@ -376,6 +376,22 @@ def test_sample_in_training(example: str, folder: Path) -> None:
     assert not list(folder.glob("output/checkpoint*"))
 
 
+@pytest.mark.runs("one")
+@pytest.mark.only("ddp_spawn")
+def test_divided_by_each_process(example: str, folder: Path) -> None:
+    """Processes that shuffle the data each in its own way are refused, since some samples would never be read."""
+    from tests.test_recipes import make_it_yours
+
+    make_it_yours(folder)
+    shuffled = "torch.utils.data.Subset(train_set, random.sample(range(len(train_set)), len(train_set))), test_set"
+    last = "    return train_set, test_set\n"
+    edits.edit(folder / "own_data.py", last, f"    import random\n    return {shuffled}\n")
+    run = runs.start(example, folder, 2).wait()
+    says = ("rank 1 has other training samples than rank 0", "seed what divides", "ALLOW_OTHER_DATA=1")
+    refusals.assert_refused(run, LAUNCHERS[example].status_after_bad_input, *says)
+    assert not (folder / "output").exists() or not list(folder.glob("output/*.pt"))
+
+
 @pytest.mark.runs("weekly")
 @pytest.mark.only("convnet")
 @pytest.mark.only("pytorch")

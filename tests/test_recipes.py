@@ -136,7 +136,8 @@ def test_recipes_resumed(example: str, folder: Path) -> None:
     outputs.assert_same_run(folder / "output" / "killed", folder / "output" / "whole")
 
 
-PAGES = [ROOT / "docs" / name for name in ("own-data.md", "rare-classes-and-pairs.md", "more-state.md")]
+NAMES = ("own-data.md", "rare-classes-and-pairs.md", "more-state.md", "sequences-and-streams.md")
+PAGES = [ROOT / "docs" / name for name in NAMES]
 OWN_FILES = ROOT / "tests" / "own"
 TEXT = "".join(page.read_text() for page in PAGES)
 HEADED = re.compile(r"^For ((?:\w+(?:, | and )?)+)(?:, [^\n]*)?:\n\n```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -149,6 +150,9 @@ KINDS = {  # folder of tests/own, or BORDER: the page's section, the column of m
     "several_labels": ("Several labels for each sample", "test_accuracy", (0.9, 1), 4),
     "rare": ("Rare classes: AUC, and a weighted sampler", "test_auc", (0.95, 1), 4),
     "pairs": ("Pairs: a loss that compares samples", "test_accuracy", (0.7, 1), 15),
+    "boxes": ("Boxes: lists of images and of targets", "test_map", (0.6, 1), 15),
+    "sequences": ("Sequences: a loss for each token", "test_accuracy", (0.95, 1), 8),
+    "lines": ("Streams: shards of lines", "test_accuracy", (0.8, 1), 4),
 }
 # Folders of tests/own, whose own_data.py is that of another: the section of the page, and that folder.
 STATES = {
@@ -156,9 +160,12 @@ STATES = {
     "teacher": ("A teacher that follows, and a queue", "pairs"),
     "stages": ("Stages: layers that are frozen at first", "rare"),
 }
-BLOCKS = {"texts": "own_data.py", "rare": "own_data.py", "pairs": "own_model.py"}  # which have the pages' Python
-BLOCKS |= dict.fromkeys(STATES, "own_model.py")
-PROCESSES_ALIKE = ("border", "rare", "pairs")  # whose model two processes train as one does
+BLOCKS = {  # which have the pages' Python
+    **dict.fromkeys(("texts", "rare", "boxes", "sequences", "lines"), "own_data.py"),
+    **dict.fromkeys(("pairs", *STATES), "own_model.py"),
+}
+NO_DIFF = ("texts", "lines")
+PROCESSES_ALIKE = ("border", "rare", "pairs", "boxes", "sequences", "lines")  # two processes train them as one does
 NAMED = {name for names, _ in HEADED.findall(TEXT) for name in re.findall(r"\w+", names)} & {*EXAMPLES}
 
 
@@ -224,6 +231,11 @@ def measured(folder: Path, kind: str) -> dict[str, float]:
     inputs, labels = test_set[list(range(len(test_set)))]
     with torch.no_grad():
         logits = model.eval()(inputs)
+    if kind == "boxes":
+        precision = runpy.run_path(str(folder / "own_model.py"))["average_precision"](logits, labels)
+        return {"test_loss": 1 - precision, "test_map": precision}
+    if kind == "sequences":  # without padding
+        logits, labels = logits.transpose(1, 2)[labels >= 0], labels[labels >= 0]
     if kind == "regression":
         errors = (logits - labels).double()
         return {"test_loss": errors.square().mean().item(), "test_rmse": errors.square().mean().sqrt().item()}
@@ -251,7 +263,7 @@ def measured(folder: Path, kind: str) -> dict[str, float]:
 @pytest.mark.parametrize("kind", [*KINDS, *STATES])
 def test_page_fits(example: str, folder: Path, kind: str) -> None:
     """The page's diffs apply, after the README's, to each example that they name, and what they make is Python."""
-    diffs = diffs_of(example, INPUT) + diffs_for(example, kind)
+    diffs = (diffs_of(example, INPUT) if kind != "boxes" else []) + diffs_for(example, kind)
     assert bool(diffs) <= (example in NAMED)
     if not diffs:
         return
@@ -281,21 +293,21 @@ def test_own_kind(example: str, folder: Path, kind: str) -> None:
     """
     _, column, (least, most), epochs = KINDS[kind]
     diffs = diffs_for(example, kind)
-    if not diffs and kind != "texts":
+    if not diffs and kind not in NO_DIFF:
         return
     use_own_files(folder, kind)
-    for text in diffs_of(example, INPUT) + diffs:
+    for text in (diffs_of(example, INPUT) if kind != "boxes" else []) + diffs:
         apply_diff(folder / "train.py", text)
     if column not in (folder / "train.py").read_text():  # masks without the second diff
         column, least = "test_accuracy", 0.95
     run = runs.train(example, folder, 2, "--epochs", epochs, "--batch-size", 16, "--lr", 0.005)
     row, right = outputs.read_metrics(folder / "output")[-1], measured(folder, kind)
     assert least < row[column] <= most, row
-    assert not {"test_accuracy", "test_iou", "test_rmse", "test_auc"} & row.keys() - {column}
+    assert not {"test_accuracy", "test_iou", "test_rmse", "test_auc", "test_map"} & row.keys() - {column}
     assert row["test_loss"] == pytest.approx(right["test_loss"], rel=1e-5)
     assert row[column] == pytest.approx(right[column], rel=1e-5)
     percent = f"acc {row[column]:.2%}" if column == "test_accuracy" else ""
-    number = f"{column.removeprefix('test_').upper().replace('IOU', 'IoU')} {row[column]:.4f}"
+    number = f"{column.removeprefix('test_').upper().replace('IOU', 'IoU').replace('MAP', 'mAP')} {row[column]:.4f}"
     assert f"finished: test {percent or number}, model" in run.stdout
     line = {"test_accuracy": f"| test acc {row[column]:7.2%} |"}.get(column)
     assert (line or f"| {column.replace('_', ' ')} {row[column]:.4f} |") in run.stdout, run.stdout
@@ -343,6 +355,41 @@ def test_more_state(example: str, folder: Path, kind: str) -> None:
     outputs.assert_same_run(folder / "output" / "cut", folder / "output" / "whole")
     for run in (whole, first, last):
         assert "more-state.md" not in run.stdout, run.stdout
+
+
+@pytest.mark.only("ddp_spawn")
+def test_by_length(example: str, folder: Path) -> None:
+    """In an epoch each sample is in one step, of samples of similar lengths, the same for any number of processes."""
+    use_own_files(folder, "sequences")
+    data = runpy.run_path(str(folder / "own_data.py"))
+    train_set, _ = data["load"]("digits", "data")
+    steps: dict[int, list[list[int]]] = {}
+    for processes in (1, 2, 4):
+        parts = []
+        for rank in range(processes):
+            sampler = data["ByLength"](train_set, processes, rank, 3, 24)
+            sampler.set_epoch(1)
+            parts.append(list(sampler))
+            assert len(sampler) // (24 // processes) == len(parts[-1]) // (24 // processes) == 800 // 24
+        size = 24 // processes
+        steps[processes] = [sorted(sum((part[n * size : (n + 1) * size] for part in parts), [])) for n in range(33)]
+    assert steps[1] == steps[2] == steps[4] and len({index for step in steps[1] for index in step}) == 33 * 24
+    spread = [max(lengths) - min(lengths) for lengths in ([train_set.lengths[i] for i in step] for step in steps[1])]
+    assert sum(spread) / len(spread) < 3
+    sampler.set_epoch(2)
+    assert list(sampler) != parts[-1]
+
+
+@pytest.mark.only("ddp_spawn")
+def test_lines(example: str, folder: Path) -> None:
+    """Each line of each shard is read as it is, by its number, whatever the order in which the files are named."""
+    use_own_files(folder, "lines")
+    data = runpy.run_path(str(folder / "own_data.py"))
+    train_set, _ = data["load"]("digits", folder / "data")
+    paths = sorted((folder / "data").glob("train-*"))
+    lines = [line for path in paths for line in path.read_bytes().splitlines(keepends=True)]
+    for found in (train_set, data["Lines"](reversed(paths))):
+        assert [found.line(index) for index in range(len(found))] == lines and len(lines) == 761
 
 
 @pytest.mark.only("convnet")

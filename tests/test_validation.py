@@ -3,6 +3,7 @@
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,20 @@ def test_recipes_fit(example: str, folder: Path) -> None:
     assert len(diffs) == 4 and all(len(text.splitlines()) < 12 for text in diffs)
     apply_recipes(folder, 0, 1, 2, 3)
     ast.parse((folder / "train.py").read_text())
+
+
+def test_folds(example: str) -> None:
+    """The page's folds have each sample once, tear no group, and are those of any process."""
+    import numpy as np
+
+    (text,) = readme.fences(PAGE, "python")
+    names: dict[str, Any] = {"np": np}
+    exec(text, names)
+    groups = np.array([f"patient {number}" for number in np.random.default_rng(1).integers(23, size=400)])
+    tests = np.stack([names["in_test_set"](groups, fold) for fold in range(names["FOLDS"])])
+    assert (tests.sum(0) == 1).all() and tests.any(1).all()
+    assert all(len(set(groups[~test]) & set(groups[test])) == 0 for test in tests)
+    assert (tests[0] == names["in_test_set"](groups.tolist(), 0)).all()
 
 
 @pytest.mark.runs("weekly")

@@ -86,6 +86,14 @@ class Wrong(Data):
         raise OSError("no such file")
 
 
+class Lists(Data):
+    """Images of different sizes, and dicts of boxes: a batch of them is two lists."""
+
+    def __getitem__(self, indices: Any) -> tuple[Any, Any]:
+        boxes = [{"boxes": self.inputs[index][: index % 3, :4]} for index in indices]
+        return [self.inputs[index][None, : 9 + index % 9] for index in indices], boxes
+
+
 def arrays(count: int = 200, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return images and labels."""
     generator = np.random.default_rng(seed)
@@ -122,6 +130,7 @@ ANOTHER_SET: dict[str, tuple[Any, Any, str]] = {
     "other masks": (One(X, MASKS), One(X, 1 - MASKS), "other training samples"),
     "a regression": (Data(X, Y / 7), Data(X, changed(Y / 7, 3, 99.0)), "other labels"),
     "labels not in memory": (One(X, Y.tolist()), One(X, (Y + 1).tolist()), "other training samples: 64 of 64"),
+    "images of different sizes": (Lists(X, Y.tolist()), Lists(OTHER, Y.tolist()), "other training samples: 64 of 64"),
     "unreadable, of another class": (One(X, Y), Wrong(X, Y), ""),
 }
 
@@ -142,7 +151,7 @@ def test_another_data_set(checks: ModuleType, case: str, part: str) -> None:
 
 def compared(checks: ModuleType, first: tuple[Any, Any], second: tuple[Any, Any]) -> list[str]:
     """Return how the second pair of data sets differs from the first; all samples are read, however slowly."""
-    checks.SECONDS = 60
+    vars(checks)["SECONDS"] = 60
     checks.look_at_data(Namespace(data_dir="data"), *first, True)
     old = dict(checks.facts)
     checks.facts.clear()
@@ -222,6 +231,90 @@ def test_cost(checks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(checks.facts["data"]["training"]["read"]) == samples
 
 
+class Drawing(Data):
+    """Parts of an image at random places, drawn with a generator that it keeps."""
+
+    def __init__(self, seed: int, anew: bool = False) -> None:
+        super().__init__(X, Y)
+        self.generator, self.anew = np.random.default_rng(seed), anew
+
+    def __getitem__(self, indices: Any) -> tuple[Any, Any]:
+        if self.anew:
+            self.generator = np.random.default_rng(indices)
+        return self.inputs[self.generator.integers(len(self), size=len(indices))], self.labels[indices]
+
+
+def stream(rank: int) -> Any:
+    """Return a stream that begins with the sample of this number."""
+    import torch
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            yield from zip(X[rank:], Y[rank:], strict=True)
+
+    return Stream()
+
+
+OWN_DRAWS: dict[str, tuple[list[Callable[[], Any]], str]] = {  # the sets of both processes: what the message says
+    "a generator": ([lambda: Drawing(3), lambda: Drawing(3)], "Drawing keeps the generator generator, with which all"),
+    "of each rank": ([lambda: Drawing(0), lambda: Drawing(1)], ""),
+    "for each sample": ([lambda: Drawing(3, anew=True), lambda: Drawing(3, anew=True)], ""),
+    "none": ([lambda: Flipped(X, Y), lambda: Flipped(X, Y)], ""),
+    "a stream": ([lambda: stream(0), lambda: stream(0)], "Stream is a stream, of which all processes read the same"),
+    "its parts": ([lambda: stream(0), lambda: stream(1)], ""),
+}
+
+
+@pytest.mark.parametrize(("sets", "says"), OWN_DRAWS.values(), ids=OWN_DRAWS)
+def test_own_draws(checks: ModuleType, sets: list[Callable[[], Any]], says: str) -> None:
+    """What all processes would draw alike is found, unless one is alone or all share a model; nothing is drawn."""
+    draws, before = [], np.random.get_state()[1].tolist()
+    for make in sets:
+        data = make()
+        state = str(getattr(data, "generator", None))
+        checks.own["draws"].clear()
+        checks.note_own_draws(data)
+        draws.append(dict(checks.own["draws"]))
+        assert str(getattr(data, "generator", None)) == state and np.random.get_state()[1].tolist() == before
+    message = checks.repeated(Namespace(world_size=2), draws)
+    assert says in (message or "") and bool(message) == bool(says)
+    assert not checks.repeated(Namespace(world_size=1), draws[:1])
+    assert not checks.repeated(Namespace(world_size=2, groups=1), draws)
+
+
+OTHER_SETS = {  # the training set of rank 1, where rank 0 has Data(X, Y): what the message says
+    "the same": (Data(X + 1, Y), ""),
+    "fewer": (Data(X[1:], Y[1:]), "rank 1 has 199 training samples, and rank 0 200, so some are read twice"),
+    "another order": (Data(X, np.roll(Y, 1)), "rank 1 has other training samples than rank 0, or in another order, so"),
+    "no labels": (One(X, Y), ""),
+}
+
+
+@pytest.mark.parametrize(("data", "says"), OTHER_SETS.values(), ids=OTHER_SETS)
+def test_other_sets(checks: ModuleType, data: Any, says: str) -> None:
+    """Processes that have divided or shuffled their data in different ways are refused."""
+    sets = []
+    for number in range(2):
+        checks.look_at_data(Namespace(), data if number else Data(X, Y), Data(X, Y), False)
+        sets.append(dict(checks.own["sets"]))
+    message = checks.other_sets(sets)
+    assert says in (message or "") and bool(message) == bool(says)
+
+
+def test_streams_that_are_explained(checks: ModuleType) -> None:
+    """What PyTorch says of a stream with a sampler, and of one for a sampler, gets a line that names the page."""
+    import torch
+
+    for make in (
+        lambda: torch.utils.data.DataLoader(stream(0), sampler=range(3), batch_size=None),
+        lambda: torch.utils.data.DistributedSampler(stream(0), 2, 0, drop_last=True),
+    ):
+        with pytest.raises((TypeError, ValueError)) as found:
+            make()
+        assert "docs/sequences-and-streams.md" in checks.explain(found.value)
+    assert (ROOT / "docs" / "sequences-and-streams.md").exists()
+
+
 def test_spread(checks: ModuleType) -> None:
     """The samples that are read are spread over the set, however few they are, and none is read twice."""
     for count in (1, 2, 5, 64, 65, 1000, 10**9):
@@ -299,7 +392,7 @@ def rows(**values: float) -> dict[str, Any]:
 # Which progress is refused, and what the message says; None: it is not.
 RESULTS: dict[str, tuple[dict[str, Any], str | None]] = {
     "masks": (rows(test_accuracy=297.9756), "test_accuracy of epoch 1 is 297.98, and has to be from 0 to 1"),
-    "which line": (rows(test_accuracy=1.01), "labels.numel() in the place of len(labels), see train.py:"),
+    "which line": (rows(test_accuracy=1.01), "in the place of len(labels), see train.py:"),
     "negative": (rows(test_accuracy=-0.2), "has to be from 0 to 1"),
     "no accuracy at all": (rows(test_accuracy=math.nan), "test_accuracy of epoch 1 is nan"),
     "no AUC": (rows(test_auc=math.nan), "test_auc of epoch 1 is nan"),

@@ -213,8 +213,15 @@ def batches_left(args, progress, batches):
     """Return the batches of an epoch on which a run has not trained.
 
     Those are all, unless it was stopped within the epoch. Batches at the end that do not complete
-    an optimizer step are left out.
+    an optimizer step are left out. Another number than count_steps has counted is refused: some
+    would never be read, or the other processes would wait.
     """
     accumulated = getattr(args, "gradient_accumulation_steps", 1)
-    _, done = position(args, progress)
-    return list(batches)[done * accumulated : args.steps_per_epoch * accumulated]
+    epochs, done = position(args, progress)
+    batches = list(batches)
+    counted = args.steps_per_epoch * accumulated
+    if not counted <= len(batches) < counted + accumulated:
+        wrong = f"rank {rank()} has {len(batches)} batches in epoch {epochs + 1}, not {counted}"
+        need = "all processes need as many as count_steps has counted, in each epoch"
+        fail(f"{wrong}: {need}. See docs/sequences-and-streams.md of the repository")
+    return batches[done * accumulated : counted]

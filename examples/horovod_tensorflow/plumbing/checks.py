@@ -10,10 +10,12 @@ import copy
 import functools
 import math
 import os
+import pickle
 import random
 import re
 import sys
 import time
+import traceback
 import zlib
 from collections.abc import Mapping
 from itertools import islice
@@ -41,6 +43,9 @@ CROSS_ENTROPY = "|".join(
 facts = {}
 # Each rank notes here the "least" and the "most" of the labels, where these are whole numbers.
 labels_of_all = {}
+# Each rank notes here what it has: "sets" are the length and the labels of each data set, and
+# "draws" what the others must not have, too: see note_own_draws().
+own = {"sets": {}, "draws": {}}
 # note_loss() notes here what the losses of this epoch were.
 losses = {"batches": 0, "before": 0, "finite": True, "loader": None}
 # note_saved() notes here how far the last checkpoint is.
@@ -56,20 +61,23 @@ def look_at_data(args, train_set, test_set, first):
     The process that is `first` also reads some samples, which changes no random number of the run.
     """
     labels_of_all.clear()
-    for part in (train_set, test_set):
-        note_labels(part)
+    own["draws"].clear()
+    note_own_draws(train_set)
+    for name, part in (("training", train_set), ("test", test_set)):
+        labels = labels_in_memory(part)
+        own["sets"][name] = (len(part), None if labels is None else signature(labels))
+        note_labels(part, labels)
     if first:
         facts["data"] = {"training": describe_set(train_set), "test": describe_set(test_set)}
     return name_of_data(args, train_set)
 
 
-def note_labels(dataset):
+def note_labels(dataset, labels):
     """Note the least and the most of a data set's labels, if these are whole numbers.
 
     A data set may change what is in memory when a sample is read, as torchvision's do with their
     target_transform. Then nothing is noted.
     """
-    labels = labels_in_memory(dataset)
     if labels is None or labels.dtype.kind not in "iu" or labels.ndim != 1:
         return
     known = labels[labels != IGNORED]
@@ -89,6 +97,63 @@ def note_labels(dataset):
         return
     labels_of_all["least"] = min(least, labels_of_all.get("least", least))
     labels_of_all["most"] = max(most, labels_of_all.get("most", most))
+
+
+def note_own_draws(dataset):
+    """Note the first samples of a stream, or the random generators that a data set goes on with.
+
+    Equal ones in all processes are a mistake, see repeated(). A generator that is seeded anew for
+    each sample is none.
+    """
+    while hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
+        dataset = dataset.dataset  # this one is a part of another one
+    dataset = own_copy(dataset)
+    with same_random_numbers(), contextlib.suppress(Exception):  # training will raise it as well
+        if "IterableDataset" in [kind.__name__ for kind in type(dataset).__mro__]:
+            seed(0)
+            found = [signature(leaf) for leaf in leaves(list(islice(dataset, 4)))]
+            own["draws"][f"{type(dataset).__name__} is a stream"] = found
+        elif generators(dataset):
+            read = reader(dataset)
+            read(0)
+            once = generators(dataset)
+            read(0)
+            for name, state in generators(dataset).items():
+                if state != once[name]:
+                    own["draws"][f"{type(dataset).__name__} keeps the generator {name}"] = state
+
+
+def other_sets(sets):
+    """Return an error message if not all processes have the same data sets, or None."""
+    for rank, found in enumerate(sets):
+        for name, (count, labels) in found.items():
+            first_count, first_labels = sets[0][name]
+            known = None not in (labels, first_labels)
+            if count != first_count:
+                what = f"{count} {name} samples, and rank 0 {first_count}"
+            elif known and not same([labels], [first_labels]):
+                what = f"other {name} samples than rank 0, or in another order"
+            else:
+                continue
+            need = "so some are read twice, or never: seed what divides or shuffles them"
+            return f"rank {rank} has {what}, {need}, and sort lists of files"
+    return None
+
+
+def repeated(args, draws):
+    """Return an error message if all processes have noted equal draws, or None."""
+    if getattr(args, "groups", args.world_size) == 1:
+        return None  # the only process, or all of them compute one model with the same samples
+    for name, state in draws[0].items():
+        if any(other.get(name) != state for other in draws):
+            continue
+        advice = "draw from torch, random or np.random, or seed it for each sample"
+        what = f"with which all processes and loader workers draw the same numbers: {advice}"
+        if name.endswith("stream"):
+            advice = "see docs/sequences-and-streams.md of the repository"
+            what = f"of which all processes read the same samples: {advice}"
+        return f"{name}, {what}"
+    return None
 
 
 def name_of_data(args, train_set):
@@ -179,16 +244,35 @@ def own_copy(dataset):
     """
     dataset = copy.copy(dataset)
     for name, value in list(getattr(dataset, "__dict__", {}).items()):
-        if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random)):
-            setattr(dataset, name, copy.deepcopy(value))
-        elif type(value).__name__ == "Generator" and hasattr(value, "clone_state"):
-            # PyTorch's class of that name has a method to copy it.
-            setattr(dataset, name, value.clone_state())
+        if is_generator(value):
+            # PyTorch's class has a method to copy it.
+            clone = getattr(value, "clone_state", None)
+            setattr(dataset, name, clone() if clone else copy.deepcopy(value))
         elif name == "dataset":
             setattr(dataset, name, own_copy(value))
         elif name == "datasets" and isinstance(value, list):
             setattr(dataset, name, [own_copy(part) for part in value])
     return dataset
+
+
+def is_generator(value):
+    """Return whether a value is a random generator of NumPy, Python or PyTorch."""
+    if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random)):
+        return True
+    return type(value).__name__ == "Generator" and hasattr(value, "clone_state")
+
+
+def generators(dataset):
+    """Return the states of the random generators that a data set keeps, by their names."""
+    kept = getattr(dataset, "__dict__", {}).items()
+    states = {name: value for name, value in kept if is_generator(value)}
+    return {name: state_of(value) for name, value in states.items()}
+
+
+def state_of(generator):
+    """Return the state of a random generator as bytes."""
+    state = generator.get_state().numpy() if hasattr(generator, "clone_state") else generator
+    return pickle.dumps(state)
 
 
 @contextlib.contextmanager
@@ -240,10 +324,15 @@ def reader(dataset):
 
     try:
         parts = [leaf for part in read([0]) for leaf in leaves(part)]
-        lists = bool(parts) and all(np.ndim(leaf) and len(leaf) == 1 for leaf in parts)
     except Exception:  # it takes an index
-        lists = False
-    return read_batch_of_one if lists else read
+        return read
+    if parts and all(np.ndim(leaf) and len(leaf) == 1 for leaf in parts):
+        return read_batch_of_one
+    try:
+        read(0)
+    except Exception:  # its batches are lists, such as of images of different sizes
+        return lambda index: read([index])
+    return read
 
 
 def first(part):
@@ -502,6 +591,11 @@ def explain(error):
         return re.sub(r"^[\w.]*DataError: ", "", last)
     if text.startswith("Horovod has been shut down"):
         return "another process of the run has ended: what that one says is the cause"
+    raised_in = "".join(frame.filename for frame in traceback.extract_tb(error.__traceback__)[-1:])
+    no_length = last.endswith("has no len()") and raised_in.endswith("data/distributed.py")
+    if no_length or "IterableDataset: expected unspecified sampler" in last:
+        wrong = "a stream (IterableDataset) has no numbers that processes could share"
+        return f"{wrong}: see docs/sequences-and-streams.md of the repository"
     if last.startswith("Expected more than 1 value per channel"):
         return f"BatchNorm needs batches of 2 or more samples ({last}): use a larger --batch-size"
     bad_label = r"Target (-?\d+) is out of bounds|label value of (-?\d+) which is outside"
@@ -733,5 +827,6 @@ def count_advice():
     """Return which lines of train.py most likely count samples instead of predictions."""
     where = lines_with(r"\+= len\(labels\)|\blen\(labels\)\]|\.dataset\)$")
     advice = "where there is a prediction for each pixel, or token, divide by the number of these"
-    advice = f"{advice}: labels.numel() in the place of len(labels)"
+    advice = f"{advice}: labels.numel(), or with padding (labels != -100).sum()"
+    advice += ", in the place of len(labels)"
     return f"{advice}, see {where}" if where else advice

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from . import checks, forgotten, hangs
 from .files import write, write_metrics
-from .launchers import call_exit_functions, disconnect, end, gather, rank, wait_for_unfinished
+from .launchers import call_exit_functions, disconnect, end, fail, gather, rank, wait_for_unfinished
 from .settings import position
 
 PACKAGES = (
@@ -41,7 +41,14 @@ def print_header(args, what, device, progress):
 
     All processes call this; from now on it is watched whether the run makes progress.
     """
-    hosts = gather(os.uname().nodename)
+    told = gather({"host": os.uname().nodename} | checks.own)
+    hosts = [process["host"] for process in told]
+    message = checks.repeated(args, [process["draws"] for process in told])
+    if message:
+        fail(message)
+    message = checks.other_sets([process["sets"] for process in told])
+    if message and os.environ.get("ALLOW_OTHER_DATA") != "1":
+        fail(f"{message}. ALLOW_OTHER_DATA=1 in the environment goes on")
     hangs.watch(args, progress, rank(), hosts)
     checks.note_saved(progress)  # a resumed run begins with what is saved
     if rank() > 0:
