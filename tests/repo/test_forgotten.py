@@ -44,6 +44,7 @@ def train(found: dict[str, Any]) -> None:
     found["average"].update_parameters(found["model"])
     found["own"].update(found["model"])
     found["samples"].cache.append(images)
+    found["late"] = copy.deepcopy(found["teacher"])  # such as a network of a metric
 
 
 ALL = ("model", "optimizer", "average", "own")

@@ -29,13 +29,18 @@ def lines(state):
         return []
     said = []
     saved = {tensor.data_ptr() for tensor in tensors_in(state)}
-    names = {name for place, name, checksum in find(saved) if checksums.get(place) != checksum}
+    optimizer = sys.modules["torch"].optim.Optimizer
+    names = set()
+    for place, kind, checksum in find(saved):
+        # An optimizer gets its state in the first step. Others that are new may stay as they are.
+        default = None if issubclass(kind, optimizer) else checksum
+        if checksums.get(place, default) != checksum:
+            names.add(kind.__name__)
     checksums.clear()
     if names:
         what = f"training changes what the checkpoint does not have ({', '.join(sorted(names))})"
         said.append(f"{what}: a resumed run begins it anew, see docs/more-state.md")
-    kind = sys.modules["torch"].optim.Optimizer
-    optimizers = [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    optimizers = [one for one in gc.get_objects() if issubclass(type(one), optimizer)]
     frozen = sum(not weight.requires_grad for one in optimizers for weight in one.state)
     if frozen:
         what = f"weights that were trained before, {frozen} tensors, are frozen now"
@@ -62,7 +67,7 @@ def find(saved):
             if tensor.data_ptr() not in saved:
                 first = tensor.detach().reshape(-1)[:1000].view(sys.modules["torch"].uint8)
                 checksum = zlib.crc32(first.cpu().numpy().tobytes())
-                yield (id(one), number), kind.__name__, checksum
+                yield (id(one), number), kind, checksum
 
 
 def reader(kind):
