@@ -133,7 +133,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def __init__(self, args):
         self.args = args
-        self.path = os.path.realpath(args.output_dir / "checkpoint.pt")
+        self.path = os.path.realpath(os.path.join(args.output_dir, "checkpoint.pt"))
         self.checkpoint = None  # what resume() has read
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):
