@@ -65,8 +65,9 @@ def find(saved):
             tensors = tensors_in(readers[kind](one))
         for number, tensor in enumerate(tensors):
             if tensor.data_ptr() not in saved:
-                first = tensor.detach().reshape(-1)[:1000].view(sys.modules["torch"].uint8)
-                checksum = zlib.crc32(first.cpu().numpy().tobytes())
+                first = tensor.detach().reshape(-1)[:1000].resolve_conj().resolve_neg()
+                content = first.view(sys.modules["torch"].uint8).cpu().numpy()
+                checksum = zlib.crc32(content.tobytes())
                 yield (id(one), number), kind, checksum
 
 
