@@ -43,7 +43,7 @@ def test_scheduler_of_parts(example: str, folder: Path) -> None:
         f"        schedule = s.SequentialLR(optimizer, {parts}, [1])",
         '        return {"optimizer": optimizer, "lr_scheduler": schedule}\n',
     ]
-    line = "        return torch.optim.AdamW(self.parameters(), plumbing.learning_rate(self.args, 0))\n"
+    line = "        return torch.optim.AdamW(self.parameters(), self.args.lr)\n"
     edits.edit(folder / "train.py", line, "\n".join(lines))
     edits.note_rates(folder, LAUNCHERS[example])
     runs.train(example, folder, 2, "--epochs", 3, "--output-dir", "whole")

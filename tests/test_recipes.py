@@ -1,6 +1,7 @@
 """The recipes in each README, "Make it yours", and in three pages of docs/, applied to a copy as they stand."""
 
 import ast
+import copy
 import re
 import runpy
 import shutil
@@ -390,6 +391,8 @@ def test_lines(example: str, folder: Path) -> None:
     lines = [line for path in paths for line in path.read_bytes().splitlines(keepends=True)]
     for found in (train_set, data["Lines"](reversed(paths))):
         assert [found.line(index) for index in range(len(found))] == lines and len(lines) == 761
+        sent = copy.copy(found)  # as to a loader worker: without the files, which are mapped there
+        assert found.files and not sent.files and sent.line(5) == lines[5]
 
 
 @pytest.mark.only("convnet")

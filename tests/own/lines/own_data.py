@@ -20,12 +20,12 @@ class Lines(Dataset):
     """Lines of several files, by their numbers. The files are mapped: all processes of a node share them."""
 
     def __init__(self, paths):
-        paths = sorted(paths)  # one order in all processes
+        self.paths = sorted(paths)  # one order in all processes
+        self.files = {}
         ends = []
-        for path in paths:
+        for path in self.paths:
             with open(path, "rb") as file:
                 ends.append(np.fromiter(map(len, file), "int64").cumsum())
-        self.files = [np.memmap(path, "uint8", "r") for path in paths]
         self.file_of = np.repeat(np.arange(len(ends)), [len(part) for part in ends])
         self.starts = np.concatenate([np.append(0, part[:-1]) for part in ends])
         self.ends = np.concatenate(ends)
@@ -35,7 +35,13 @@ class Lines(Dataset):
 
     def line(self, index):
         """Return a line as bytes."""
-        return bytes(self.files[self.file_of[index]][self.starts[index] : self.ends[index]])
+        number = self.file_of[index]
+        if number not in self.files:
+            self.files[number] = np.memmap(self.paths[number], "uint8", "r")
+        return bytes(self.files[number][self.starts[index] : self.ends[index]])
+
+    def __getstate__(self):
+        return self.__dict__ | {"files": {}}  # a loader worker that is spawned maps them anew
 
 
 class OwnData(Lines):
