@@ -153,12 +153,16 @@ def test_what_is_added_to_the_trainer(example: str, capsys: pytest.CaptureFixtur
     """Refused is what would be wrong without a word; a resumed run has what Lightning's checkpoint leaves out."""
     import torch
     from lightning.pytorch import callbacks
-    from torch.utils.data import DataLoader
+    from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
     begin = plumbing.begin_training
     with pytest.raises(RefusedError, match="all samples of your DataLoader: give it a DistributedSampler"):
         begin(trainer_with(train_dataloader=DataLoader([1, 2], shuffle=True)), {"history": []})
     begin(trainer_with(train_dataloader=DataLoader([1, 2]), world_size=1), {"history": []})
+    sampler = DistributedSampler([1, 2], 2, 0)
+    begin(trainer_with(train_dataloader=DataLoader([1, 2], sampler=sampler)), {"history": []})
+    batches = DataLoader([1, 2], batch_sampler=BatchSampler(sampler, 1, drop_last=True))
+    begin(trainer_with(train_dataloader=batches), {"history": []})
     with pytest.raises(RefusedError, match="StochasticWeightAveraging .* take WeightAveraging"):
         begin(trainer_with(callbacks=[callbacks.StochasticWeightAveraging(0.1)]), {"history": []})
 

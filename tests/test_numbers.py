@@ -139,7 +139,8 @@ CONFIGS = {
     '{"gradient_clipping": -1.0}': "gradient_clipping must be 0 (none) or more, not -1.0",
     '{"gradient_clipping": "auto"}': "gradient_clipping must be 0 (none) or more, not 'auto'",
     '{"gradient_clipping": true}': "gradient_clipping must be 0 (none) or more, not True",
-    '{"optimizer": {"params": {"lr": 5e-05}}}': "remove lr of the optimizer: --lr 5e-05 says it",
+    '{"optimizer": {"params": {"lr": 5e-05}}}': "remove lr of the optimizer, and give train.py --lr 5e-05",
+    '{"scheduler": "WarmupLR"}': "scheduler must be an object, and its params, too",
     '{"optimizer": {"params": {"lr": "auto", "betas": "auto"}}}': "write values for betas of the optimizer: only a",
     '{"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}': "warmup_num_steps of the scheduler",
     '{"train_batch_size": 64}': "remove train_batch_size",
@@ -168,7 +169,7 @@ def test_numbers_of_deepspeed(tmp_path: Path, text: str, says: str) -> None:
     assert says in str(refused.value) and ("--global-batch" in str(refused.value) or str(path) in str(refused.value))
 
 
-@pytest.mark.parametrize(("batches", "left"), [(5, None), (6, [2, 3, 4, 5]), (7, [2, 3, 4, 5]), (8, None)])
+@pytest.mark.parametrize(("batches", "left"), [(5, None), (6, [2, 3, 4, 5]), (8, [2, 3, 4, 5]), (9, None)])
 def test_batches_left(batches: int, left: list[int] | None) -> None:
     """A sampler of another length than count_steps has counted is refused: its last batches would never be read."""
     args = Namespace(steps_per_epoch=3, gradient_accumulation_steps=2)

@@ -244,15 +244,29 @@ class Drawing(Data):
         return self.inputs[self.generator.integers(len(self), size=len(indices))], self.labels[indices]
 
 
-def stream(rank: int) -> Any:
-    """Return a stream that begins with the sample of this number."""
+def stream(rank: int | None, **attributes: Any) -> Any:
+    """Return a stream that begins with the sample of this number, or with one that is drawn at random."""
     import torch
 
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self) -> Iterator[Any]:
-            yield from zip(X[rank:], Y[rank:], strict=True)
+            first = int(torch.randint(100, ())) if rank is None else rank
+            yield from zip(X[first:], Y[first:], strict=True)
 
-    return Stream()
+    made = Stream()
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+class StandIn:
+    """A data set that has all of another one but cannot be copied: its copy asks for what it does not have yet."""
+
+    def __init__(self, dataset: Data) -> None:
+        self.dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dataset, name)
 
 
 OWN_DRAWS: dict[str, tuple[list[Callable[[], Any]], str]] = {  # the sets of both processes: what the message says
@@ -262,6 +276,9 @@ OWN_DRAWS: dict[str, tuple[list[Callable[[], Any]], str]] = {  # the sets of bot
     "none": ([lambda: Flipped(X, Y), lambda: Flipped(X, Y)], ""),
     "a stream": ([lambda: stream(0), lambda: stream(0)], "Stream is a stream, of which all processes read the same"),
     "its parts": ([lambda: stream(0), lambda: stream(1)], ""),
+    "a random stream": ([lambda: stream(None), lambda: stream(None)], ""),
+    "a stream that goes on": ([lambda: stream(0, source=iter([])), lambda: stream(0, source=iter([]))], ""),
+    "a stand-in for another": ([lambda: StandIn(Data(X, Y)), lambda: StandIn(Data(X, Y))], ""),
 }
 
 
@@ -486,7 +503,7 @@ def test_weights_of_two_processes(checks: ModuleType) -> None:
     keras = [SimpleNamespace(trainable_variables=[variable]) for variable in of_keras]
     for models in [*pairs, keras]:
         message, switch = say(*models)
-        assert message.startswith("scale of rank 1 differs from that of rank 0: ") and f"{switch}=1" in message
+        assert "scale of rank 1 differs from that of rank 0: " in message and f"{switch}=1" in message
     parts = [holds(values), holds(values[:2])]
     for part in parts:
         part.scale.to_local = part.scale.detach  # as that of a DTensor

@@ -16,6 +16,7 @@ class OwnAverage:
     def __init__(self, model: torch.nn.Module) -> None:
         self.shadow = {name: weight.detach().clone() for name, weight in model.named_parameters()}
         self.views = [torch.ones(3, dtype=torch.complex64).conj(), torch._neg_view(torch.ones(3))]
+        self.views += [torch.arange(6).view(2, 3)[:, 2], torch.tensor(0.5).expand(3)]
 
     def update(self, model: torch.nn.Module) -> None:
         self.shadow = {name: self.shadow[name].lerp(weight.detach(), 0.1) for name, weight in model.named_parameters()}

@@ -190,6 +190,9 @@ def test_rates_of_groups(optimizer: torch.optim.Optimizer) -> None:
     for step, rate in ((0, 0.25), (0, 0.25), (1, 0.5), (2, 0.75), (3, 1), (4, 1)):
         assert rates(RATED, step, 0.5) == [rate, rate * 0.1]
     state = optimizer.state_dict()
+    assert rates(RATED, 5, 0.1) == [0.2, 0.2 * 0.1]
+    optimizer.load_state_dict(state)  # back to better weights, with the rates of then
+    assert rates(RATED, 6, 0.5) == [1, 0.1]
     optimizer = torch.optim.SGD([{"params": group["params"]} for group in optimizer.param_groups], 0.1)
     optimizer.load_state_dict(state)
     assert rates(Namespace(**vars(RATED) | {"lr": 0.1}), 5, 1) == [0.4, 0.4 * 0.1]

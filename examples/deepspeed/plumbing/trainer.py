@@ -14,8 +14,9 @@ def begin_training(trainer, progress):
     from torch.utils.data import RandomSampler, SequentialSampler
 
     loader = trainer.train_dataloader
-    whole = isinstance(getattr(loader, "sampler", None), (RandomSampler, SequentialSampler))
-    if trainer.world_size > 1 and whole:
+    source = getattr(loader, "batch_sampler", None)  # beside one, loader.sampler has no effect
+    sampler = getattr(loader if source is None else source, "sampler", None)
+    if trainer.world_size > 1 and isinstance(sampler, (RandomSampler, SequentialSampler)):
         advice = "give it a DistributedSampler"
         fail(f"each process would train with all samples of your DataLoader: {advice}")
     if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):

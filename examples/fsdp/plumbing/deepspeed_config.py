@@ -31,14 +31,17 @@ def read_config(path):
     if type(clipping) not in (int, float) or clipping < 0:
         fail(f"{path}: gradient_clipping must be 0 (none) or more, not {clipping!r}")
     for name in ("optimizer", "scheduler"):
-        values = (config.get(name) or {}).get("params") or {}
+        section = config.get(name) or {}
+        values = (section.get("params") or {}) if isinstance(section, dict) else None
+        if not isinstance(values, dict):
+            fail(f"{path}: {name} must be an object, and its params, too: {{...}}")
         auto = [key for key, value in values.items() if value == "auto" and key != "lr"]
         if auto:
             reason = 'only a Trainer of transformers has a value for "auto"'
             fail(f"{path}: write values for {', '.join(auto)} of the {name}: {reason}")
     lr = (config["optimizer"].get("params") or {}).get("lr", "auto")
     if lr != "auto":
-        fail(f"{path}: remove lr of the optimizer: --lr {lr} says it")
+        fail(f"{path}: remove lr of the optimizer, and give train.py --lr {lr}")
     if "type" not in config["optimizer"]:
         fail(f"{path}: optimizer has no type, such as AdamW")
     steps = config.get("gradient_accumulation_steps", 1)

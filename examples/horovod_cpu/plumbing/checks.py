@@ -107,12 +107,12 @@ def note_own_draws(dataset):
     """
     while hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
         dataset = dataset.dataset  # this one is a part of another one
-    dataset = own_copy(dataset)
     with same_random_numbers(), contextlib.suppress(Exception):  # training will raise it as well
+        dataset = own_copy(dataset)
         if "IterableDataset" in [kind.__name__ for kind in type(dataset).__mro__]:
-            seed(0)
-            found = [signature(leaf) for leaf in leaves(list(islice(dataset, 4)))]
-            own["draws"][f"{type(dataset).__name__} is a stream"] = found
+            found = first_samples(dataset)
+            if found:
+                own["draws"][f"{type(dataset).__name__} is a stream"] = found
         elif generators(dataset):
             read = reader(dataset)
             read(0)
@@ -121,6 +121,17 @@ def note_own_draws(dataset):
             for name, state in generators(dataset).items():
                 if state != once[name]:
                     own["draws"][f"{type(dataset).__name__} keeps the generator {name}"] = state
+
+
+def first_samples(stream):
+    """Return what is in the first samples of a stream; nothing if they are drawn at random."""
+    if any(hasattr(value, "__next__") for value in vars(stream).values()):
+        return []  # they would be missing in training
+    found = []
+    for number in range(2):
+        seed(number)
+        found.append([signature(leaf) for leaf in leaves(list(islice(stream, 4)))])
+    return found[0] if found[0] == found[1] else []
 
 
 def other_sets(sets):
@@ -147,7 +158,7 @@ def repeated(args, draws):
     for name, state in draws[0].items():
         if any(other.get(name) != state for other in draws):
             continue
-        advice = "draw from torch, random or np.random, or seed it for each sample"
+        advice = "draw from torch, random or np.random, or seed it for each sample or worker"
         what = f"with which all processes and loader workers draw the same numbers: {advice}"
         if name.endswith("stream"):
             advice = "see docs/sequences-and-streams.md of the repository"
@@ -681,10 +692,11 @@ def extremes(model):
     waits once for each device: some weights may be offloaded to the CPU.
     """
     if not hasattr(model, "state_dict"):
-        arrays = [(variable.path, variable.numpy()) for variable in model.trainable_variables]
+        weights = enumerate(model.trainable_variables)  # several may have one name
+        arrays = {f"{number} {weight.path}": weight.numpy() for number, weight in weights}
         return {
             name: (float(array.min()), float(array.max()), tolerance(array.itemsize))
-            for name, array in arrays
+            for name, array in arrays.items()
             if array.size
         }
     torch = sys.modules["torch"]
@@ -693,6 +705,7 @@ def extremes(model):
         if not weight.requires_grad:
             continue
         divided = hasattr(weight, "ds_tensor") or hasattr(weight, "to_local")
+        divided = divided or not getattr(weight, "allreduce", True)  # an expert of DeepSpeed
         weight = getattr(weight, "ds_tensor", weight).detach()
         weight = weight.to_local() if hasattr(weight, "to_local") else weight
         weight = torch.view_as_real(weight) if weight.is_complex() else weight
@@ -778,7 +791,7 @@ def judge_weights(found):
                 continue
             what = f"{name} of rank {number} differs from that of rank 0"
             advice = "add and unfreeze layers before DDP or hvd.DistributedOptimizer is made"
-            advice = f"{advice}, and train the model that DDP has returned"
+            advice = f"{advice}, train the model that DDP returns, and take each step on all ranks"
             goes_on = "ALLOW_OTHER_WEIGHTS=1 in the environment goes on"
             return f"{what}: {advice}; {goes_on}", "ALLOW_OTHER_WEIGHTS"
     return None, None

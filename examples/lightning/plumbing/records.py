@@ -36,6 +36,17 @@ def original(text):
     return str(text).replace(stage, "") if stage else str(text)
 
 
+def check_shares(args, told):
+    """End the run if its processes would train with data that are no shares of the same."""
+    repeated = checks.repeated(args, [process["draws"] for process in told])
+    other = checks.other_sets([process["sets"] for process in told])
+    for message, switch in ((repeated, "ALLOW_SAME_DRAWS"), (other, "ALLOW_OTHER_DATA")):
+        if message and os.environ.get(switch) != "1":
+            fail(f"{message}. If it is right, {switch}=1 in the environment goes on")
+        if message and rank() == 0:
+            print(f"{switch}=1: {message}")
+
+
 def print_header(args, what, device, progress):
     """Print what this run is, which ranks are on which node and, after a resume, where it goes on.
 
@@ -43,12 +54,7 @@ def print_header(args, what, device, progress):
     """
     told = gather({"host": os.uname().nodename} | checks.own)
     hosts = [process["host"] for process in told]
-    message = checks.repeated(args, [process["draws"] for process in told])
-    if message:
-        fail(message)
-    message = checks.other_sets([process["sets"] for process in told])
-    if message and os.environ.get("ALLOW_OTHER_DATA") != "1":
-        fail(f"{message}. ALLOW_OTHER_DATA=1 in the environment goes on")
+    check_shares(args, told)
     hangs.watch(args, progress, rank(), hosts)
     checks.note_saved(progress)  # a resumed run begins with what is saved
     if rank() > 0:

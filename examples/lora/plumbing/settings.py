@@ -12,7 +12,7 @@ from pathlib import Path
 from . import checks
 from .launchers import fail, rank
 
-# By optimizer, the learning rates that set_learning_rate has given to its groups.
+# By optimizer, its first group, and the rates that set_learning_rate has given to all groups.
 RATES = weakref.WeakKeyDictionary()
 
 
@@ -67,20 +67,22 @@ def set_learning_rate(args, optimizer, step, factor=1):
     rate = learning_rate(args, step) * factor
     if not hasattr(optimizer, "param_groups"):  # Keras has one rate; with a schedule it is a tensor
         before = optimizer.learning_rate
-        if step == 0 and not (hasattr(before, "assign") and before == args.lr):
+        right = hasattr(before, "assign") and (before == args.lr or before == rate)
+        if step == 0 and not right:
             refuse_rate(f"the optimizer has a schedule, or the learning rate {float(before):g}")
         before.assign(rate)
         return
     groups = optimizer.param_groups
-    # A resumed run begins with the rates of its checkpoint.
-    known = RATES.get(optimizer, [group["lr"] for group in groups] if step else [])
+    first, known = RATES.get(optimizer, (None, []))
+    if first is not groups[0] and step:  # load_state_dict() makes new groups, with rates of then
+        known = [group["lr"] for group in groups]
     for number, group in enumerate(groups):
         if step == 0 and "initial_lr" in group:
             refuse_rate("the optimizer has a scheduler of PyTorch")
         if group["lr"] != (known[number] if number < len(known) else args.lr):
             refuse_rate(f"group {number} of the optimizer has the learning rate {group['lr']}")
         group["lr"] = rate * group.get("lr_scale", 1)
-    RATES[optimizer] = [group["lr"] for group in groups]
+    RATES[optimizer] = groups[0], [group["lr"] for group in groups]
 
 
 def refuse_rate(wrong):
@@ -220,7 +222,8 @@ def batches_left(args, progress, batches):
     epochs, done = position(args, progress)
     batches = list(batches)
     counted = args.steps_per_epoch * accumulated
-    if not counted <= len(batches) < counted + accumulated:
+    # One more, which has no effect, is that of drop_last=False.
+    if not counted <= len(batches) <= counted + accumulated:
         wrong = f"rank {rank()} has {len(batches)} batches in epoch {epochs + 1}, not {counted}"
         need = "all processes need as many as count_steps has counted, in each epoch"
         fail(f"{wrong}: {need}. See docs/sequences-and-streams.md of the repository")
