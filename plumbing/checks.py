@@ -63,12 +63,16 @@ def look_at_data(args, train_set, test_set, first):
     labels_of_all.clear()
     own["draws"].clear()
     note_own_draws(train_set)
+    described = {}
     for name, part in (("training", train_set), ("test", test_set)):
         labels = labels_in_memory(part)
-        own["sets"][name] = (len(part), None if labels is None else signature(labels))
+        found = None if labels is None else signature(labels)
+        own["sets"][name] = (len(part), found)
         note_labels(part, labels)
+        if first:
+            described[name] = describe_set(part, found)
     if first:
-        facts["data"] = {"training": describe_set(train_set), "test": describe_set(test_set)}
+        facts["data"] = described
     return name_of_data(args, train_set)
 
 
@@ -182,14 +186,12 @@ def name_of_data(args, train_set):
     return f"{type(train_set).__name__}{folder}"
 
 
-def describe_set(dataset):
-    """Return what has to be the same in a resumed run.
+def describe_set(dataset, labels):
+    """Return what has to be the same in a resumed run, with the signature of all labels.
 
     That is how many samples there are, their form, and what some of them hold.
     """
-    labels = labels_in_memory(dataset)
-    found = {"name": type(dataset).__name__, "samples": len(dataset)}
-    found["labels"] = None if labels is None else signature(labels)
+    found = {"name": type(dataset).__name__, "samples": len(dataset), "labels": labels}
     found |= {"form": None, "label": None, "read": []}
     with same_random_numbers():
         try:
@@ -700,7 +702,7 @@ def extremes(model):
             if array.size
         }
     torch = sys.modules["torch"]
-    found = {}  # names, tolerances and bounds of the weights, by device
+    found = {}  # tolerance and bounds of each weight, by device and name
     for name, weight in model.named_parameters():
         if not weight.requires_grad:
             continue
@@ -712,14 +714,13 @@ def extremes(model):
         if weight.numel():
             allowed = math.inf if divided else tolerance(weight.element_size())
             bounds = torch.stack(weight.aminmax()).double()
-            found.setdefault(weight.device, []).append((name, allowed, bounds))
-    return {
-        name: (*pair, allowed)
-        for weights in found.values()
-        for (name, allowed, _), pair in zip(
-            weights, torch.stack([bounds for *_, bounds in weights]).tolist(), strict=True
-        )
-    }
+            found.setdefault(weight.device, {})[name] = (allowed, bounds)
+    result = {}
+    for weights in found.values():
+        tolerances, bounds = zip(*weights.values(), strict=True)
+        rows = zip(weights, torch.stack(bounds).tolist(), tolerances, strict=True)
+        result |= {name: (*pair, allowed) for name, pair, allowed in rows}
+    return result
 
 
 def tolerance(size):

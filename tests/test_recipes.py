@@ -1,4 +1,4 @@
-"""The recipes in each README, "Make it yours", and in three pages of docs/, applied to a copy as they stand."""
+"""The recipes in each README, "Make it yours", and in four pages of docs/, applied to a copy as they stand."""
 
 import ast
 import copy
@@ -202,6 +202,11 @@ BORDER = [
 ]
 
 
+def with_input(example: str, kind: str) -> list[str]:
+    """Return the diffs for this kind after that for the shape of the input, which boxes do not have."""
+    return (diffs_of(example, INPUT) if kind != "boxes" else []) + diffs_for(example, kind)
+
+
 def use_own_files(folder: Path, kind: str) -> None:
     """Apply the README's diffs to a copy, with own data and an own model of this kind, and no loader workers."""
     for text in readme.fences(folder / "README.md", "diff"):
@@ -264,7 +269,7 @@ def measured(folder: Path, kind: str) -> dict[str, float]:
 @pytest.mark.parametrize("kind", [*KINDS, *STATES])
 def test_page_fits(example: str, folder: Path, kind: str) -> None:
     """The page's diffs apply, after the README's, to each example that they name, and what they make is Python."""
-    diffs = (diffs_of(example, INPUT) if kind != "boxes" else []) + diffs_for(example, kind)
+    diffs = with_input(example, kind)
     assert bool(diffs) <= (example in NAMED)
     if not diffs:
         return
@@ -297,7 +302,7 @@ def test_own_kind(example: str, folder: Path, kind: str) -> None:
     if not diffs and kind not in NO_DIFF:
         return
     use_own_files(folder, kind)
-    for text in (diffs_of(example, INPUT) if kind != "boxes" else []) + diffs:
+    for text in with_input(example, kind):
         apply_diff(folder / "train.py", text)
     if column not in (folder / "train.py").read_text():  # masks without the second diff
         column, least = "test_accuracy", 0.95
@@ -342,7 +347,7 @@ def test_more_state(example: str, folder: Path, kind: str) -> None:
     torchrun_multinode stops after the third batch of that epoch; in ddp_spawn a process kills itself there.
     """
     use_own_files(folder, kind)
-    for text in diffs_of(example, INPUT) + diffs_for(example, kind):
+    for text in with_input(example, kind):
         apply_diff(folder / "train.py", text)
     note_use(folder, LAUNCHERS[example])
     words = ("--epochs", 4, "--batch-size", 32, "--lr", 0.005)

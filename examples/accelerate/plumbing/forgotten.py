@@ -33,17 +33,18 @@ def lines(state):
 
 
 def compare(state):
-    """Return lines(), and forget what was noted."""
+    """Return lines(), and forget what was noted, so that nothing is looked at again."""
     said = []
+    noted = dict(checksums)
+    checksums.clear()
     saved = {tensor.data_ptr() for tensor in tensors_in(state)}
     optimizer = sys.modules["torch"].optim.Optimizer
     names = set()
     for place, kind, checksum in find(saved):
         # An optimizer gets its state in the first step. Others that are new may stay as they are.
         default = None if issubclass(kind, optimizer) else checksum
-        if checksums.get(place, default) != checksum:
+        if noted.get(place, default) != checksum:
             names.add(kind.__name__)
-    checksums.clear()
     if names:
         what = f"training changes what the checkpoint does not have ({', '.join(sorted(names))})"
         said.append(f"{what}: a resumed run begins it anew, see docs/more-state.md")

@@ -3,17 +3,14 @@
 import contextlib
 import json
 import math
-import os
 import pickle
-import sys
 import time
 import zipfile
 import zlib
-from pathlib import Path
 
 from . import checks, forgotten
 from .files import link, lock, write, write_metrics
-from .launchers import end, fail, gather, rank
+from .launchers import fail, gather, refuse
 from .settings import position
 
 CHECKPOINT = "checkpoint.pt"  # in --output-dir
@@ -187,16 +184,8 @@ def check_results(args, model, progress):
     checks.note_saved(progress)
     if place[1] == 0:
         checks.forget_losses()
-    if not message:
-        return
-    allowed = switch and os.environ.get(switch) == "1"
-    if rank() == 0 and allowed:
-        print(f"{switch}=1: {message}")
-    elif rank() == 0:
-        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
-    if not allowed:
-        gather(None)  # waits for that line: the launcher ends all others when one has ended
-        end(2)
+    if message:
+        refuse(message, switch)
 
 
 def write_checkpoint(args, state):

@@ -97,6 +97,21 @@ def fail(message):
     end(2)
 
 
+def refuse(message, switch):
+    """End all processes with an error message, which rank 0 prints; all of them call this.
+
+    If the environment variable `switch` is 1, they go on, with the message. `switch` may be None.
+    """
+    if switch and os.environ.get(switch) == "1":
+        if rank() == 0:
+            print(f"{switch}=1: {message}")
+        return
+    if rank() == 0:
+        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    gather(None)  # waits for that line: the launcher ends all others when one has ended
+    end(2)
+
+
 def end(status):
     """End this process at once, and remove its empty folders in the temporary folder."""
     if hvd := horovod():

@@ -13,7 +13,15 @@ from pathlib import Path
 
 from . import checks, forgotten, hangs
 from .files import write, write_metrics
-from .launchers import call_exit_functions, disconnect, end, fail, gather, rank, wait_for_unfinished
+from .launchers import (
+    call_exit_functions,
+    disconnect,
+    end,
+    gather,
+    rank,
+    refuse,
+    wait_for_unfinished,
+)
 from .settings import position
 
 PACKAGES = (
@@ -41,10 +49,8 @@ def check_shares(args, told):
     repeated = checks.repeated(args, [process["draws"] for process in told])
     other = checks.other_sets([process["sets"] for process in told])
     for message, switch in ((repeated, "ALLOW_SAME_DRAWS"), (other, "ALLOW_OTHER_DATA")):
-        if message and os.environ.get(switch) != "1":
-            fail(f"{message}. If it is right, {switch}=1 in the environment goes on")
-        if message and rank() == 0:
-            print(f"{switch}=1: {message}")
+        if message:
+            refuse(f"{message}. If it is right, {switch}=1 in the environment goes on", switch)
 
 
 def print_header(args, what, device, progress):
