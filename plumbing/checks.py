@@ -637,7 +637,8 @@ def explain_compiler(text):
     wrong = f"PyTorch cannot compile the model ({': '.join(errors[:2])[:400]})"
     need = "A CPU needs g++, a GPU gcc and Triton, both need Python.h"
     folder = "a folder to write to, and to run programs from (TORCHINDUCTOR_CACHE_DIR)"
-    return f"--compile: {wrong}. {need} and {folder}: see docs/compile.md, or leave it out"
+    page = "docs/compile.md of the repository"
+    return f"--compile: {wrong}. {need} and {folder}: see {page}, or leave it out"
 
 
 def first_line(text):

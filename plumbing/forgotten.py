@@ -14,6 +14,7 @@ from pathlib import Path
 
 from . import hangs
 
+PAGE = "See docs/more-state.md of the repository"
 # note() writes here a checksum of each tensor that find() has found before the first step.
 checksums = {}
 
@@ -47,13 +48,13 @@ def compare(state):
             names.add(kind.__name__)
     if names:
         what = f"training changes what the checkpoint does not have ({', '.join(sorted(names))})"
-        said.append(f"{what}: a resumed run begins it anew, see docs/more-state.md")
+        said.append(f"{what}: a resumed run begins it anew. {PAGE}")
     optimizers = [one for one in gc.get_objects() if issubclass(type(one), optimizer)]
     trained = [weight for one in optimizers for weight in one.state]  # some have words, too
     frozen = sum(not getattr(weight, "requires_grad", True) for weight in trained)
     if frozen:
         what = f"weights that were trained before, {frozen} tensors, are frozen now"
-        said.append(f"{what}: is this the right stage? See docs/more-state.md")
+        said.append(f"{what}: is this the right stage? {PAGE}")
     return said
 
 

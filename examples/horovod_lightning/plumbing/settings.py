@@ -88,7 +88,8 @@ def set_learning_rate(args, optimizer, step, factor=1):
 def refuse_rate(wrong):
     """End the run because of a rate, or a schedule, that would have no effect."""
     advice = 'give the optimizer args.lr, a group its own rate by "lr_scale", and a schedule to'
-    advice += " set_learning_rate, as its factor: see docs/batch-size-and-learning-rate.md"
+    page = "docs/batch-size-and-learning-rate.md of the repository"
+    advice = f"{advice} set_learning_rate, as its factor: see {page}"
     fail(f"{wrong}, which set_learning_rate replaces: {advice}")
 
 
