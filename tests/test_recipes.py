@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness import outputs, readme, refusals, runs
-from harness.edits import apply_diff, edit, note_use
+from harness.edits import NOTE_USE, apply_diff, edit, note_use
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
 
 OWN = ("own_data", "own_model")  # files of the examples that train the ConvNet
@@ -154,6 +154,7 @@ KINDS = {  # folder of tests/own, or BORDER: the page's section, the column of m
     "boxes": ("Boxes: lists of images and of targets", "test_map", (0.6, 1), 15),
     "sequences": ("Sequences: a loss for each token", "test_accuracy", (0.95, 1), 8),
     "lines": ("Streams: shards of lines", "test_accuracy", (0.8, 1), 4),
+    "stream": ("Streams that have no places", "test_accuracy", (0.8, 1), 4),
 }
 # Folders of tests/own, whose own_data.py is that of another: the section of the page, and that folder.
 STATES = {
@@ -162,11 +163,12 @@ STATES = {
     "stages": ("Stages: layers that are frozen at first", "rare"),
 }
 BLOCKS = {  # which have the pages' Python
-    **dict.fromkeys(("texts", "rare", "boxes", "sequences", "lines"), "own_data.py"),
+    **dict.fromkeys(("texts", "rare", "boxes", "sequences", "lines", "stream"), "own_data.py"),
     **dict.fromkeys(("pairs", *STATES), "own_model.py"),
 }
 NO_DIFF = ("texts", "lines")
-PROCESSES_ALIKE = ("border", "rare", "pairs", "boxes", "sequences", "lines")  # two processes train them as one does
+# Two processes train them as one does.
+PROCESSES_ALIKE = ("border", "rare", "pairs", "boxes", "sequences", "lines", "stream")
 NAMED = {name for names, _ in HEADED.findall(TEXT) for name in re.findall(r"\w+", names)} & {*EXAMPLES}
 
 
@@ -203,8 +205,8 @@ BORDER = [
 
 
 def with_input(example: str, kind: str) -> list[str]:
-    """Return the diffs for this kind after that for the shape of the input, which boxes do not have."""
-    return (diffs_of(example, INPUT) if kind != "boxes" else []) + diffs_for(example, kind)
+    """Return the diffs for this kind after that for the shape of the input, unless they have their own line for it."""
+    return (diffs_of(example, INPUT) if kind not in ("boxes", "stream") else []) + diffs_for(example, kind)
 
 
 def use_own_files(folder: Path, kind: str) -> None:
@@ -338,18 +340,25 @@ def test_own_kind(example: str, folder: Path, kind: str) -> None:
     "kind",
     [
         pytest.param("two_networks", marks=pytest.mark.runs("weekly", "ddp_spawn")),
-        *(pytest.param(kind, marks=pytest.mark.runs("weekly")) for kind in ("teacher", "stages")),
+        *(pytest.param(kind, marks=pytest.mark.runs("weekly")) for kind in ("teacher", "stages", "stream")),
     ],
 )
 def test_more_state(example: str, folder: Path, kind: str) -> None:
     """Interrupted in the third of four epochs, a run ends with the bits of one that ran through; a checkpoint has all.
 
-    torchrun_multinode stops after the third batch of that epoch; in ddp_spawn a process kills itself there.
+    torchrun_multinode stops after the third batch of that epoch; in ddp_spawn a process kills itself there. A stream
+    is read up to its place.
     """
     use_own_files(folder, kind)
     for text in with_input(example, kind):
         apply_diff(folder / "train.py", text)
-    note_use(folder, LAUNCHERS[example])
+    if kind == "stream":
+        (folder / "used.py").write_text(NOTE_USE)
+        batch = "                yield default_collate("
+        note = "                __import__('used').note(self.epoch, [number])\n"
+        edit(folder / "own_data.py", batch, note + batch)
+    else:
+        note_use(folder, LAUNCHERS[example])
     words = ("--epochs", 4, "--batch-size", 32, "--lr", 0.005)
     whole = runs.train(example, folder, 2, *words, "--output-dir", "output/whole", NUMBER="1")
     ends = {"NUMBER": "2", "END_IN": "2"} | ({"STEPS": "1"} if example == "torchrun_multinode" else {})
