@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import filesystem
 
 import plumbing
 from harness.refusals import RefusedError
@@ -38,6 +40,45 @@ def test_second_save_at_one_step(args: Namespace) -> None:
         run = plumbing.load_checkpoint(args.output_dir / shards.CHECKPOINT)
         assert run["tag"] == names[-1] and shards.check(args, run) == folder
         assert [path.name for path in (args.output_dir / "checkpoint").glob("epoch*")] == names[-1:]
+
+
+def test_save_in_the_background_uses_no_gpu(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes copies. To its thread the first GPU belongs, on which each process would take memory (vllm 37449)."""
+    streams: list[object] = []
+
+    def loader(resolve: Any, **_: Any) -> filesystem._SerialCpuLoader:
+        streams.append(resolve)
+        return filesystem._SerialCpuLoader(resolve)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", loader)
+    monkeypatch.setattr(shards, "BACKGROUND", {"group": None, "thread": None})
+    progress = {"step": 3, "history": []}
+    weights = torch.ones(4)
+    folder = shards.begin(args, progress)
+    shards.save_in_background(args, {"weights": weights}, progress, folder)
+    weights.zero_()  # training goes on
+    shards.wait_for_save()
+    assert plumbing.load_checkpoint(args.output_dir / shards.CHECKPOINT)["tag"] == folder.name and not streams
+    dcp.load({"weights": weights}, checkpoint_id=folder)
+    assert weights.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("error", ["CUDA error: uncorrectable ECC error", "gloo: Connection closed by peer"])
+def test_errors_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+    """What a GPU or the network reports while a checkpoint is written is not said to be a full disk."""
+
+    def save(_: object) -> None:
+        raise RuntimeError(error)
+
+    for module in (shards, files):
+        monkeypatch.setattr(module, "fail", pytest.fail)
+    with pytest.raises(RuntimeError, match=error), shards.write_errors(tmp_path):
+        save(None)
+    if "CUDA" in error:
+        with pytest.raises(RuntimeError, match=error):
+            files.write(tmp_path / "checkpoint.pt", save)
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("saved", [0, 3, 4])

@@ -10,6 +10,7 @@ import copy
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 import warnings
@@ -110,7 +111,10 @@ def save_in_background(args, state, progress, folder):
         BACKGROUND["group"] = patient_group()
         UNFINISHED.append(wait_for_save)
     group = BACKGROUND["group"]
-    saving = dcp.async_save(state, checkpoint_id=folder, process_group=group)
+    # Without a writer of its own PyTorch would ask for a GPU's stream in its thread, to which the
+    # first GPU belongs: each process would take memory there.
+    writer = dcp.FileSystemWriter(folder)
+    saving = dcp.async_save(state, storage_writer=writer, process_group=group)
     progress = copy.deepcopy(progress)  # training goes on
 
     @print_errors
@@ -199,7 +203,8 @@ def write_errors(folder):
         cause = error
         if isinstance(error, CheckpointException):  # it has the errors of all processes
             cause = next(iter(error.failures.values()))[0]
-        other = isinstance(cause, (dist.DistError, torch.OutOfMemoryError)) or "gloo" in str(cause)
+        other = isinstance(cause, (dist.DistError, torch.OutOfMemoryError))
+        other = other or re.search("CUDA error|gloo", str(cause))
         if other or not isinstance(cause, (OSError, RuntimeError)):
             raise
         wrong = f"cannot write {folder} ({cause}): is the disk full, or your quota?"
