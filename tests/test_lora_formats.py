@@ -231,6 +231,40 @@ def test_classifier(example: str, folder: Path, train: ModuleType, case: str) ->
     assert list(merged.config.id2label.values()) == args.classes
 
 
+@pytest.mark.usefixtures("alone")
+def test_padding(
+    example: str,
+    folder: Path,
+    train: ModuleType,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """A classifier whose answer depends on the padding behind a text is refused, and none for a rounding.
+
+    GPUs round products in TF32, which several layers amplify, otherwise for another number of tokens.
+    """
+    args = arguments(folder, texts())
+    test_lora.load_data(train, args)
+    linear = F.linear
+
+    def rounded(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(inputs, weight, bias) * (1 + 1e-3 * inputs[..., 0].numel())
+
+    monkeypatch.setattr(F, "linear", rounded)
+    train.load_model(args)
+    read = train.model_files.read_classifier
+
+    def at_the_last(*given: object) -> torch.nn.Module:
+        model = read(*given)
+        model.config.get_text_config().pad_token_id = args.padding + 1  # so it takes padding for a text's last token
+        return model
+
+    monkeypatch.setattr(train.model_files, "read_classifier", at_the_last)
+    with pytest.raises(SystemExit, match="2"):
+        train.load_model(args)
+    assert "depends on the padding behind a text" in capsys.readouterr().err
+
+
 GOOD = '{"prompt": "1 + 1 =", "completion": " 2"}\n'
 LABEL = '{"text": "a river", "label": "water"}\n'
 BAD: dict[str, tuple[str | bytes, list[str]]] = {
