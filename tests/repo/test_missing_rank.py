@@ -6,6 +6,7 @@ which they would tell each other where they stand, are made up.
 
 import fcntl
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -18,10 +19,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from harness import runs
 from harness.launchers import ROOT
 from harness.processes import wait_until
+from plumbing import hangs
 
 HANGS = ROOT / "plumbing" / "hangs.py"
 
@@ -120,6 +123,20 @@ def shipped(monkeypatch: pytest.MonkeyPatch, said: list[str], clock: Clock) -> M
     }.items():
         monkeypatch.setattr(hangs, name, value)
     return hangs
+
+
+def test_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process waits in the first collective that is neither retired nor, with NCCL, completed (pytorch 166095)."""
+    states = [(True, "scheduled"), (False, "completed"), (False, "started"), (False, "scheduled")]
+    entries = [
+        {"retired": retired, "state": state, "profiling_name": "nccl:all_reduce", "collective_seq_id": number}
+        for number, (retired, state) in enumerate(states)
+    ]
+    recorder = torch._C._distributed_c10d
+    monkeypatch.setattr(recorder, "_dump_fr_trace_json", lambda: json.dumps({"entries": entries}))
+    assert hangs.collective() == "nccl:all_reduce number 2"
+    del entries[2:]
+    assert hangs.collective() == ""
 
 
 @pytest.mark.parametrize("drift", [0, 0.99], ids=["at once", "drifted"])

@@ -101,6 +101,24 @@ def begin(args, progress):
     return folder.with_name(name)
 
 
+class Writer(dcp.FileSystemWriter):
+    """What writes copies on the CPU, and asks no GPU for anything.
+
+    PyTorch's own way asks for a GPU's stream in its thread, to which the first GPU belongs: each
+    process would take memory there.
+    """
+
+    def stage(self, state):
+        """Return a copy of a state dict, which the thread writes."""
+        self.per_thread_copy_ahead = 0
+        return torch.utils._pytree.tree_map(copy_of, state)
+
+
+def copy_of(value):
+    """Return a copy of a tensor on the CPU, or what is no tensor as it is."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
 def save_in_background(args, state, progress, folder):
     """Copy the shards of a state dict; have a thread write the copies and complete the checkpoint.
 
@@ -111,10 +129,7 @@ def save_in_background(args, state, progress, folder):
         BACKGROUND["group"] = patient_group()
         UNFINISHED.append(wait_for_save)
     group = BACKGROUND["group"]
-    # Without a writer of its own PyTorch would ask for a GPU's stream in its thread, to which the
-    # first GPU belongs: each process would take memory there.
-    writer = dcp.FileSystemWriter(folder)
-    saving = dcp.async_save(state, storage_writer=writer, process_group=group)
+    saving = dcp.async_save(state, storage_writer=Writer(folder), process_group=group)
     progress = copy.deepcopy(progress)  # training goes on
 
     @print_errors
