@@ -67,7 +67,8 @@ def download(folder: Path, packages: list[str], python: str) -> None:
 def build(folder: Path, package: str) -> None:
     """Build a wheel of what comes as source only: it has no compiled part, so that it is for any Python."""
     with tempfile.TemporaryDirectory() as temporary:
-        options = ["--quiet", "--no-deps", f"--wheel-dir={temporary}"]
+        # An older pip would otherwise need the package wheel.
+        options = ["--quiet", "--use-pep517", "--no-deps", f"--wheel-dir={temporary}"]
         pip("wheel", *options, f"{package}=={version_of(package)}")
         (made,) = Path(temporary).glob("*.whl")
         if not made.name.endswith("-any.whl"):

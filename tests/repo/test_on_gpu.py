@@ -282,6 +282,19 @@ def test_files_are_pinned() -> None:
     assert f"deepspeed=={on_gpu_files.version_of('deepspeed')}" in pinned
 
 
+def test_builds_with_an_older_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes as source only is built with `wheel`, which pip 23.0 does not bring itself."""
+
+    def pip(*words: str) -> None:
+        assert "--use-pep517" in words
+        (folder,) = (word.removeprefix("--wheel-dir=") for word in words if word.startswith("--wheel-dir="))
+        Path(folder, "deepspeed-0-py3-none-any.whl").touch()
+
+    monkeypatch.setattr(on_gpu_files, "pip", pip)
+    on_gpu_files.build(tmp_path, "deepspeed")
+    assert [path.name for path in tmp_path.iterdir()] == ["deepspeed-0-py3-none-any.whl"]
+
+
 FILES_REFUSED = {
     "--out .": "--out . is there already: remove it",
     "--out new --python 3": "--python 3: give it as 3.12",
