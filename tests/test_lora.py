@@ -295,6 +295,20 @@ def test_bad_input(
     assert line.startswith("train.py: error: ") and all(text in line for text in texts), line
 
 
+def test_tokens_of_the_file(example: str, folder: Path, train: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens are those of tokenizer.json, also where transformers' class has other rules: transformers 45488."""
+    from tokenizers import Tokenizer
+
+    text, path = "cafe\u0301 1234", folder / "model" / "tokenizer_config.json"
+    expected = Tokenizer.from_file(str(folder / "model" / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    shipped = json.loads(path.read_text())
+    for name in (shipped["tokenizer_class"], "Qwen2Tokenizer"):
+        path.write_text(json.dumps(shipped | {"tokenizer_class": name}))
+        tokenizer = train.model_files.load_tokenizer(arguments(folder))
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == expected
+        assert tokenizer.eos_token == "<|end|>" and ("note: " in capsys.readouterr().err) == ("Qwen2" in name)
+
+
 SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 64, "max_position_embeddings": 256}
 NO_TOKENS = {f"{name}_token_id": 0 for name in ("bos", "eos", "pad")}

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import shutil
+import sys
 import warnings
 import zlib
 from pathlib import Path
@@ -16,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+import tokenize_text
 from common.models import positions_in_documents
-from plumbing import fail, gather, original, others_waiting
+from plumbing import fail, gather, original, others_waiting, rank
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # training never downloads: compute nodes seldom have internet
 try:
@@ -40,6 +42,8 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 DOWNLOAD = "hf download NAME --local-dir FOLDER, on a login node"
 CAUSAL = "which predicts a token from those before it"
 NEEDED = f"take a causal one, such as Llama, Qwen or GPT-2, {CAUSAL}"
+# Letters, digits, accents, spaces and ends of lines, which tokenizers divide by different rules.
+PROBE = "It's 1234 cafe\u0301s,\r\n\n  DON'T  \t\u0928\u0926\u0940 \u4e2d\u6587 x"
 
 
 def check_args(parser, args):
@@ -144,10 +148,24 @@ def what_is_there(folder):
 
 
 def load_tokenizer(args):
-    """Return the tokenizer in --model-dir; refuse a folder that has none, or no model."""
+    """Return the tokenizer in --model-dir; refuse a folder that has none, or no model.
+
+    Some classes of transformers divide a text by rules of their own in place of those that are in
+    tokenizer.json. Where that makes other tokens, the rules of the file are taken.
+    """
     check_folder(args.model_dir)
     try:
-        return transformers.AutoTokenizer.from_pretrained(args.model_dir, **LOCAL)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_dir, **LOCAL)
+        path = args.model_dir / "tokenizer.json"
+        if not path.exists():
+            return tokenizer
+        tokens = tokenize_text.token_numbers(tokenize_text.load_tokenizer(path), PROBE)
+        if tokenizer(PROBE, add_special_tokens=False)["input_ids"] == tokens:
+            return tokenizer
+        if rank() == 0:
+            other = f"AutoTokenizer divides texts in another way than {path}, which is taken here"
+            print(f"note: {other}, as PreTrainedTokenizerFast does", file=sys.stderr)
+        return transformers.PreTrainedTokenizerFast.from_pretrained(args.model_dir, **LOCAL)
     except Exception as error:  # it depends on which file is missing or damaged
         wrong = f"its tokenizer cannot be loaded ({one_line(error)})"
         advice = "copy it there again"
