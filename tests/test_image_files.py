@@ -607,6 +607,7 @@ IMAGES = {  # the content of a file: what its pixels (6, 8, 3) are
     "16 bits, colours, alpha": (lambda: png(16, 6, pixels(4, 16)), lambda: eighth(pixels(4, 16))[..., :3]),
     "8 bits, grey": (lambda: png(8, 0, pixels(1)), lambda: pixels(1).repeat(3, 2)),
     "8 bits, colours, alpha": (lambda: png(8, 6, pixels(4)), lambda: pixels(4)[..., :3]),
+    "one colour, opaque": (lambda: png(8, 6, pixels(4) * 0 + 255), lambda: pixels(3) * 0 + 255),
     "1 bit": (lambda: saved("1", "PNG"), None),
     "palette": (lambda: saved("P", "PNG"), None),
     "palette, one transparent": (lambda: saved("P", "PNG", transparency=3), None),
@@ -674,6 +675,7 @@ NO_IMAGES = {  # the content of a file: what the line says
     "animated WebP": (lambda: saved("RGB", "WEBP", save_all=True), "it has several frames"),
     "cut JPEG": (lambda: saved("RGB", "JPEG")[:-40], "it cannot be decoded"),
     "cut PNG": (lambda: saved("RGB", "PNG")[:100], "it cannot be decoded"),
+    "transparency": (lambda: png(8, 6, pixels(4) * [0, 0, 0, 1]), "of one colour: magick mogrify"),
     "pixel missing": (lambda: png(16, 0, pixels(1, 16))[:60], "it cannot be decoded"),
 }
 

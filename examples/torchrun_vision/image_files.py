@@ -118,6 +118,7 @@ def decode(content):
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as file:
             pixels = pixels_of(file, content)
+            invisible = drawn_by_transparency(file, pixels)
             orientation = 1
             with contextlib.suppress(Exception):  # what is wrong in there is no pixel
                 orientation = file.getexif().get(0x0112, 1)
@@ -126,6 +127,9 @@ def decode(content):
         raise ValueError(what_it_is(content) or "it cannot be decoded") from None
     if frames > 1:
         raise ValueError("it has several frames")
+    if invisible:
+        advice = "magick mogrify -background white -alpha remove shows it on white"
+        raise ValueError(f"without its transparency it is of one colour: {advice}")
     return torch.from_numpy(upright(pixels, orientation)).permute(2, 0, 1)
 
 
@@ -141,6 +145,14 @@ def pixels_of(file, content):
         grey = (np.asarray(file).astype(np.int32) + 128) // 257
         return grey.astype(np.uint8)[..., None].repeat(3, axis=2)
     return np.array(file.convert("RGB"))
+
+
+def drawn_by_transparency(file, pixels):
+    """Return whether nothing but its transparency, which is left out, shows what an image has."""
+    if not file.has_transparency_data or (pixels != pixels[0, 0]).any():
+        return False
+    least, most = file.convert("RGBA").getchannel("A").getextrema()
+    return least < most
 
 
 def upright(pixels, orientation):
