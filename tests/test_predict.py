@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness import edits, outputs, readme, runs
+from harness.launchers import ROOT
 from harness.processes import wait_until
 from harness.runs import Reference
 
@@ -51,6 +52,12 @@ def test_predictions(example: str, folder: Path, reference: Reference) -> None:
     readme.run_block([f"{command} --part 16 --batch-size 8"], folder)
     accuracy = outputs.read_metrics(folder / "output")[-1]["test_accuracy"]
     assert_correct(folder, folder / "predictions", accuracy)
+    # The page's program for one image.
+    row = read(folder / "predictions")[-1]
+    (program,) = readme.fences(ROOT / "docs" / "using-the-model.md", "python")
+    program = program.replace("photo.jpg", f"images/val/{row['path']}")
+    name, probability = runs.Run(["python", "-c", program], folder).wait().stdout.split()
+    assert name == row["class"] and float(probability) == pytest.approx(float(row["probability"]), abs=1e-4)
 
 
 @pytest.mark.runs("weekly")

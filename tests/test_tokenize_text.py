@@ -320,7 +320,7 @@ def test_refused(example: str, folder: Path, command: Callable[[str], list[str]]
         "--out x common --train-vocabulary 300": "common is a folder: give its files",
         "--out kept a.txt --train-vocabulary 300": "kept is there already: nothing was written",
         "--out a.txt/x a.txt --train-vocabulary 300": "cannot make the folder a.txt/x: Not a directory",
-        "--out x a.txt --tokenizer nowhere": "nowhere/tokenizer.json cannot be read",
+        "--out x a.txt --tokenizer nowhere": "(No such file or directory (os error 2)): copy it there again, or have",
         "--out x a.txt --tokenizer damaged": "damaged/tokenizer.json cannot be read",
         "--out x a.txt --tokenizer nameless": "names no eos_token: give --end-token",
         "--out x a.txt --tokenizer nameless --end-token <end>": "the tokenizer has no token '<end>'",

@@ -334,7 +334,11 @@ def load_tokenizer(path):
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # it raises nothing more special
-        raise WrongInput(f"{path} cannot be read ({error}): copy it there again") from error
+        advice = "copy it there again"
+        if not path.exists():  # there may be other files, such as vocab.json, of which it is made
+            name = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            advice += f", or have transformers write it: {name}"
+        raise WrongInput(f"{path} cannot be read ({error}): {advice}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # otherwise a text that names one would have it
