@@ -320,6 +320,7 @@ BART |= {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("la
 XLNET = {"vocab_size": 320, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}
 VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 GEMMA = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
+JAMBA = {"num_key_value_heads": 2, "num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}
 GEMMA3: dict[str, Any] = {"text_config": GEMMA, "vision_config": VISION | {"image_size": 28, "patch_size": 14}}
 GEMMA3 |= {"mm_tokens_per_image": 1, "image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7}
 
@@ -485,6 +486,7 @@ CAUSAL: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "experts": ("MixtralForCausalLM", SIZES | {"num_key_value_heads": 2, "num_local_experts": 4}, {"q_proj"}),
     "images": ("Gemma3ForConditionalGeneration", GEMMA3, {"q_proj", "down_proj"}),  # axolotl 3500, FAI-RL 105
     "Mamba": ("MambaForCausalLM", {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2}, {"in_proj"}),
+    "Jamba": ("JambaForCausalLM", SIZES | JAMBA, {"in_proj", "q_proj"}),
     "decoder": ("BertLMHeadModel", SIZES | {"is_decoder": True}, {"query", "dense"}),
     "RoFormer": ("RoFormerForCausalLM", SIZES | {"is_decoder": True}, {"query", "dense"}),
 }

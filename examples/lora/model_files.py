@@ -7,6 +7,7 @@ download that was cut off, is refused in one line.
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -429,7 +430,8 @@ def target_modules(args, model):
     # check_logits has frozen what takes no part.
     frozen = [name for name, weight in linear.items() if not weight.requires_grad]
     # peft refuses two of these, and of the third Mamba takes the weight alone, past the adapter.
-    mamba = {"out_proj", "conv1d", "dt_proj"} if "mamba" in model.config.model_type else set()
+    has_mamba = re.search("mamba|jamba|falcon_h1|nemotron_h", model.config.model_type)
+    mamba = {"out_proj", "conv1d", "dt_proj"} if has_mamba else set()
     # A classifier's head is trained without an adapter.
     head = model.get_output_embeddings() if args.classes is None else model.score
     known = {last_part(name) for name in linear} - mamba - ({"score"} if args.classes else set())
