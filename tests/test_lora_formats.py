@@ -139,6 +139,12 @@ def test_first_and_last_token(example: str, folder: Path, train: ModuleType) -> 
     assert [tokens.tolist() for tokens, _ in samples] == [[*whole, tokenizer.eos_token_id]] * 3
     prompt = train.text_data.prompt_tokens(tokenizer, "The river")
     assert [number for _, number in samples] == [len(prompt)] * 2 + [1] and prompt == whole[: len(prompt)]
+    # A classifier is asked with what stands around a text, such as Llama's add_eos_token.
+    around = TemplateProcessing(single="<s> $A <|end|>", special_tokens=[("<s>", whole[0]), ("<|end|>", 0)])
+    tokenizer.backend_tokenizer.post_processor = around
+    samples = train.text_data.labelled_texts(args, tokenizer, [(1, "The river", "a"), (2, "high", "b")])
+    assert [tokens.tolist() for tokens, _ in samples] == tokenizer(["The river", "high"])["input_ids"]
+    assert samples[0][0][-1] == tokenizer.eos_token_id
 
 
 def trained(train: ModuleType, args: Namespace, train_set: Any, size: int, parts: int) -> tuple[float, Any]:  # noqa: F811

@@ -359,14 +359,14 @@ def labelled_texts(args, tokenizer, rows):
         wrong = f"has the label {names[0]} alone, so that there is nothing to learn"
         fail(f"--text-file {args.text_file} {wrong}: it needs 2 or more")
     number_of = {name: number for number, name in enumerate(args.classes)}
-    begin = first_token(tokenizer)
+    # The tokenizer puts these around each text, also when the classifier is asked.
+    others = {args.padding, *tokenizer("")["input_ids"]}
     samples = []
     lengths = []
-    for number, tokens, name in zip(numbers, encode(tokenizer, texts), names, strict=True):
-        if set(tokens) <= {args.padding}:
+    for number, tokens, name in zip(numbers, encode(tokenizer, texts, True), names, strict=True):
+        if others.issuperset(tokens):
             wrong = "its text has no token that is not also the one that pads a batch"
             fail(f"--text-file {args.text_file}, line {number}: {wrong}: remove the line")
-        tokens = with_first_token(begin, tokens)
         lengths.append(len(tokens))
         tokens = torch.tensor(tokens[: args.context], dtype=torch.int32)
         samples.append((tokens, number_of[name]))
@@ -383,11 +383,11 @@ def prompt_tokens(tokenizer, prompt):
     return with_first_token(first_token(tokenizer), tokens)
 
 
-def encode(tokenizer, texts):
-    """Yield the tokens of each text, as a list, without those that the tokenizer puts around it."""
+def encode(tokenizer, texts, around=False):
+    """Yield the tokens of each text, as a list; `around`: with those that are put around it."""
     for start in range(0, len(texts), TOGETHER):
         part = list(texts[start : start + TOGETHER])
-        yield from tokenizer(part, add_special_tokens=False)["input_ids"]
+        yield from tokenizer(part, add_special_tokens=around)["input_ids"]
 
 
 def first_token(tokenizer):
