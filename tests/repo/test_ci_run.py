@@ -106,7 +106,10 @@ class Machine:
 def machine() -> Iterator[Machine]:
     """A machine that lacks openssh-server, in a folder that another user can read."""
     with tempfile.TemporaryDirectory(prefix="ci-run-test-") as folder:
-        machine = Machine(Path(folder))
+        place = Path(folder, "clone")  # beside which it writes
+        place.mkdir()
+        place.parent.chmod(0o777)  # for another user, too
+        machine = Machine(place)
         machine.packages("exit 1")
         yield machine
 
