@@ -127,6 +127,8 @@ def read_job() -> Trial:
     found = re.search(r" EndTime=(\d\S+)", shown)
     end = datetime.datetime.fromisoformat(found[1]).timestamp() if found else time.time() + 1800
     gpus = int(env.get("SLURM_GPUS_ON_NODE") or len(list(filter(None, env.get("SLURM_JOB_GPUS", "").split(",")))))
+    if asked := re.search(r" TresPerNode=\S*gpu\S*[:=](\d+)\s", shown):  # of whole nodes steps get no more than that
+        gpus = min(gpus, int(asked[1]))
     work, cpus = Path(f"trial-{env['SLURM_JOB_ID']}").absolute(), int(env.get("SLURM_CPUS_PER_TASK", 0))
     trial = Trial(env["SLURM_JOB_ID"], nodes, cpus, gpus, end - RESERVE, work)
     if cpus < trial.each:

@@ -383,6 +383,44 @@ def test_functions_that_cannot_be_read(tmp_path: Path) -> None:
 
 # ---- What the shell holds ----
 
+OTHERS = {
+    "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+    "SLURM_CPU_BIND_LIST": "0x1",
+    "SLURM_ARRAY_JOB_ID": "5",
+    "SLURM_ARRAY_TASK_ID": "3",
+    "SLURM_GPUS": "1",
+    "SLURM_GPUS_PER_NODE": "1",
+    "SLURM_GPUS_PER_TASK": "1",
+}
+OWN = {  # what SLURM shows of this job, how many GPUs its nodes have, and what is its own, with GPUs at the end
+    "a job without GPUs": ("TresPerTask=cpu=2", "0", ["SLURM_GPUS_PER_TASK=1", "7", "0"]),
+    "an array": ("ArrayJobId=5 ArrayTaskId=3", "0", ["SLURM_ARRAY_JOB_ID=5", "SLURM_ARRAY_TASK_ID=3", "5_3", "0"]),
+    "GPUs in all": ("TresPerJob=gres:gpu:1", "1", ["SLURM_GPUS=1", "7", "1"]),
+    "some GPUs of a whole node": ("TresPerNode=gres/gpu:a100:2", "4", ["SLURM_GPUS_PER_NODE=1", "7", "2"]),
+    "slices of two types": ("TresPerNode=gres:gpu:1g:1,gres:gpu:2g:1", "2", ["SLURM_GPUS_PER_NODE=1", "7", "2"]),
+    "a whole node": ("Command=/gpu", "4", ["SLURM_GPUS_PER_NODE=4", "7", "4"]),
+    "GPUs of each task": ("TresPerTask=cpu=2,gres/gpu=2", "4", ["SLURM_GPUS_PER_TASK=1", "7", "4"]),
+    "no answer": ("", "4", [f"{name}={value}" for name, value in [*OTHERS.items()][2:]] + ["5_3", "4"]),
+}
+INSIDE_ANOTHER = r"""
+scontrol() { [[ "$SHOWN" ]] && printf 'JobId=7 JobName=x\n   Restarts=0\n   %s\n   WorkDir=/gpu\n' "$SHOWN"; }
+source plumbing/job.sh
+share_gpus
+env | grep -E "^SLURM_(CPU_|ARRAY|GPUS)" | sort
+echo "$job"
+echo "$gpus"
+bash -c 'scontrol() { touch asked; }; source plumbing/job.sh; [[ ! -e asked ]] && echo "$job"'
+"""
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_submitted_inside_another_job(tmp_path: Path, case: str) -> None:
+    """What another job has left in the shell is forgotten, once for all tasks; of whole nodes the GPUs are counted."""
+    shown, gpus, own = OWN[case]
+    run = shell(tmp_path, INSIDE_ANOTHER, **OTHERS | {"SLURM_JOB_ID": "7", "SHOWN": shown, "gpus": gpus})
+    assert run.stdout.splitlines() == [*own, own[-2]] and not run.stderr, run.stdout + run.stderr
+
+
 INTERFACES = {
     "eth0": "",
     "lo,eth0": "",

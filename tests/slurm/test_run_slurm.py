@@ -372,7 +372,7 @@ def test_other_sites(example: str, source: Path, lab: Lab, tmp_path: Path) -> No
     """SLURM_EXPORT_ENV=NONE, a conda environment without bin/activate, a folder with a space in its name: all work.
 
     So does a SLURM before 21.08, which does not tell the number of GPUs: only the list of them. So does a job with
-    memory by the node that was submitted inside another one, with memory by the core.
+    memory by the node that was submitted inside another one, a task of an array with memory by the core and a GPU.
     """
     folder = stub(source, tmp_path / "my project" / example)
     (tmp_path / "conda" / "bin").mkdir(parents=True)
@@ -385,7 +385,8 @@ def test_other_sites(example: str, source: Path, lab: Lab, tmp_path: Path) -> No
         edits.edit(folder / "run.slurm", "\nprepare ", "\nunset SLURM_GPUS_ON_NODE\nprepare ")
     nodes, tasks = header(folder, "nodes"), header(folder, "ntasks-per-node")
     options = ("--mem=500", "--export=ALL,SLURM_EXPORT_ENV=NONE", *["--gpus-per-node=2"] * gpus)
-    variables = {"VENV": "../../conda", "SLURM_MEM_PER_CPU": "100"}
+    variables = {"VENV": "../../conda", "SLURM_MEM_PER_CPU": "100", "SLURM_GPUS": "1"}
+    variables |= {"SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "2"}
     job = submit(lab, example, folder, "--epochs", "7", options=options, **variables)
     job.wait_for_line("started [")
     wait_for_start(folder, job.id)

@@ -331,6 +331,20 @@ def test_steps_as_jobs(
     assert (env["SLURM_JOB_NUM_NODES"], env["SLURM_JOB_NODELIST"]) == (str(nodes), "a,b" if nodes == 2 else "a")
 
 
+def test_whole_nodes(trial: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whole nodes, which have more GPUs, a job counts those that it has asked for, since its steps get no others."""
+    monkeypatch.chdir(tmp_path)
+    variables = {"JOB_ID": "1", "JOB_NODELIST": "a", "GPUS_ON_NODE": "4", "CPUS_PER_TASK": "4", "RESTART_COUNT": "0"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    found = {}
+    for asked in ("TresPerNode=gres:gpu:a100:2", "TresPerNode=gres/gpu:2", "TresPerTask=cpu=4"):
+        monkeypatch.setattr(trial, "ask", lambda *_, asked=asked: f"JobId=1 JobName=x\n   {asked}\n   WorkDir=/gpu:1\n")
+        found[asked] = trial.read_job().gpus
+        (tmp_path / "trial-1").rmdir()
+    assert list(found.values()) == [2, 2, 4], found
+
+
 def test_time_that_is_left(trial: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is begun if what is left is enough for the longest so far; the requeue comes in any case, once."""
     monkeypatch.setattr(trial, "describe", lambda *_: "a cluster")

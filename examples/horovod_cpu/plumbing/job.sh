@@ -4,6 +4,25 @@
 set -eo pipefail
 job="$SLURM_JOB_ID"
 export SLURM_TIME_FORMAT=standard  # of scontrol, whatever the user's shell asks for
+
+# Forget what SLURM has told another job, in which this one was submitted: srun would keep to its
+# cores and ask for its GPUs, and near the time limit a task of its array would be requeued.
+forget_other_job() {
+    [[ "${told:-}" != "$SLURM_JOB_ID" ]] || return 0  # a task, whose script has done so
+    export told="$SLURM_JOB_ID"
+    [[ "${SLURM_CPU_BIND:-}" != *mask* ]] || unset "${!SLURM_CPU_BIND@}"  # the cores of one step
+    local shown
+    shown="$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null)" || return 0
+    [[ "$shown" == *" ArrayJobId="* ]] || unset "${!SLURM_ARRAY_@}"
+    [[ "$shown" == *" TresPerJob="* ]] || unset SLURM_GPUS
+    [[ "$shown" == *" TresPerNode="* ]] || unset SLURM_GPUS_PER_NODE
+    [[ "$shown" == *" TresPerTask="* ]] || unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK
+    # `asked` is GPUs of each node, such as 2, or 1+1 of two types; or `none`, or empty if unknown.
+    asked="$(sed -n '/ TresPerNode=/{s/.*=//p;q}' <<<"$shown" | tr , '\n' |
+        sed -n 's/.*gpu.*[:=]//p' | paste -sd +)"
+    grep -q "TresPer.*gpu" <<<"$shown" || asked=none
+}
+forget_other_job
 # In an array the job is this task alone, not the whole array.
 [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 export OUTPUT_DIR KEPT_CODE      # the tasks, which read this file again, have to find the same
@@ -50,6 +69,7 @@ prepare() {
         fail "ask for GPUs with #SBATCH --gpus-per-node: --gpus may differ between nodes"
     IFS=, read -ra list <<<"${SLURM_JOB_GPUS:-}"  # SLURM before 21.08 has no number, only this list
     export gpus="${SLURM_GPUS_ON_NODE:-${#list[@]}}"
+    share_gpus                   # may change it
     export SLURM_GPUS_ON_NODE="$gpus"
     # CUDA shows each process the first slice alone, and NCCL connects whole GPUs only.
     [[ "${CUDA_VISIBLE_DEVICES:-}" != MIG-* || $((gpus * SLURM_JOB_NUM_NODES)) -le 1 ]] ||
@@ -58,6 +78,16 @@ together: ask for one slice with --nodes=1, or for whole GPUs"
     trap show_stacks USR2        # scancel --signal=USR2 --batch JOBID
     claim_folder
     keep_program                 # in $code
+}
+
+# A job with whole nodes has all their GPUs, and its steps those that it has asked for: count only
+# these. If it has asked for none, have its steps take all.
+share_gpus() {
+    if [[ "${asked:-}" == none && "$gpus" -gt 0 ]]; then
+        export SLURM_GPUS_PER_NODE="$gpus"
+    elif [[ "${asked:-}" =~ ^[1-9][0-9+]*$ ]]; then
+        gpus="$((asked < gpus ? asked : gpus))"
+    fi
 }
 
 # Refuse an environment without the Python modules $@; say what comes from outside of it.
