@@ -289,6 +289,21 @@ def test_stopped_without_progress(tmp_path: Path, near: str, status: int) -> Non
     assert run.returncode == status and ("no new checkpoint since" in run.stderr) == bool(status), run.stderr
 
 
+EARLY = """
+source plumbing/job.sh
+kill -USR1 "$$"
+trap 'echo heard; signalled=yes' USR1
+started=x
+run sleep 0.1
+"""
+
+
+def test_notice_before_the_trap(tmp_path: Path) -> None:
+    """USR1 that comes while the job's script prepares does not end it, and is heard once the step runs."""
+    run = shell(tmp_path, EARLY, **FIRST | {"IMAGE": ""})
+    assert (run.returncode, run.stdout) == (0, "heard\n"), run.stdout + run.stderr
+
+
 # SLURM says once when the job ends, and then does not answer.
 END = """
 source plumbing/job.sh

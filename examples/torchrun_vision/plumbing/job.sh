@@ -39,6 +39,8 @@ if [[ $((${SLURM_RESTART_COUNT:-0} + ${SUCCESSION:-0})) -gt 0 && -e "$code/plumb
 fi
 ulimit -Sn "$(ulimit -Hn)"       # open files: rank 0 has a connection to each of hundreds of others
 export TORCH_GLOO_LAZY_INIT=1    # PyTorch 2.15: two processes connect when they first need to
+# USR1 comes at once where --time is as short as its notice: it would end a script that has no trap.
+trap 'signalled=yes early=yes' USR1
 
 fail() {                         # end with one line that says what is wrong
     echo "run.slurm: error: $1" >&2
@@ -326,6 +328,7 @@ run() {
     [[ "$IMAGE" != pyxis:* ]] || set -- srun_in_image "${@:2}"
     "$@" &
     step=$!
+    [[ ! "${early:-}" ]] || kill -USR1 "$$"  # again, since now it is heard
     wait_for "$step"
     if [[ "$status" -eq 0 && "$output/stopped" -nt "$started" ]]; then
         requeue || status=1
