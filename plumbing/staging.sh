@@ -25,22 +25,31 @@ stage_data() {
     [[ "${paths[*]}" ]] || fail "STAGE=1 finds nothing to copy: say what, with ${*%%=*}"
     rm -rf "$output/staged"
     mkdir "$output/staged"
+    # A file that other nodes must not see: they would remove one another's copies.
+    export STAGE_MARK
+    STAGE_MARK="$(mktemp "$STAGE_DIR-XXXXXX")" || fail "STAGE=1 needs a folder ${STAGE_DIR%/*}"
     srun --overlap --ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES" \
         bash -c 'source "$code/plumbing/job.sh"; keep_copy "$@"' keep_copy "${paths[@]}" &
     keeper=$!
-    trap '{ kill -USR1 "$keeper" && wait "$keeper"; } || true; rm -rf "$output/staged"' EXIT
+    trap '{ kill -USR1 "$keeper" && wait "$keeper"; } || true
+        rm -rf "$output/staged" "$STAGE_MARK"' EXIT
     until [[ "$(find "$output/staged" -name '[0-9]*' | wc -l)" -eq "$SLURM_JOB_NUM_NODES" ]]; do
         [[ ! -e "$output/staged/failed" ]] ||
             fail "the data could not be copied to all nodes, see above"
         kill -0 "$keeper" 2>/dev/null || fail "the copying step has ended, see above"
         sleep 1
     done
+    rm "$STAGE_MARK"
     echo "run.slurm: copied ${paths[*]} to $STAGE_DIR on $SLURM_JOB_NUM_NODES nodes in $SECONDS s"
 }
 
 # On each node: copy $@, wait, and remove the copies when the job ends, also where it is cancelled
 # or requeued: a job that ends can start no other step, which could remove them.
 keep_copy() {
+    if [[ "$SLURM_NODEID" -gt 0 && -e "$STAGE_MARK" ]]; then
+        touch "$output/staged/failed"
+        fail "all nodes see the same ${STAGE_DIR%/*}: set TMPDIR to a disk of each node, as /tmp"
+    fi
     trap 'kill "$!" || true; rm -rf "$STAGE_DIR"; exit' USR1 TERM
     # A folder of its own: what others may have put there, such as links, is removed, or this fails.
     # Copies are files, also of links, and can be removed, also where the originals cannot.

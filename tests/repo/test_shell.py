@@ -555,6 +555,12 @@ def test_what_is_copied(tmp_path: Path, words: str) -> None:
     assert run.returncode == 0 and run.stdout.splitlines()[1:] == [*expected, *sorted([model, text])], run
     assert not list((tmp_path / "disk").iterdir()) and not run.stderr
 
+    shared = shell(tmp_path, script, SLURM_NODEID="1", **variables)  # this node sees the first one's disk
+    assert shared.returncode == 2 and not list((tmp_path / "disk").iterdir()), shared
+    assert f"error: all nodes see the same {tmp_path}/disk: set TMPDIR to a disk of each node" in shared.stderr
+    lost = shell(tmp_path, script, **variables | {"TMPDIR": "/nonexistent"})
+    assert lost.returncode == 2 and "error: STAGE=1 needs a folder /nonexistent\n" in lost.stderr, lost
+
     nothing = shell(tmp_path, STAGE.format(words="", default="").replace("--model-dir=model", "--a="), **variables)
     assert (nothing.returncode, nothing.stdout) == (2, "")
     assert nothing.stderr == "run.slurm: error: STAGE=1 finds nothing to copy: say what, with --a --text-file\n"
