@@ -32,6 +32,8 @@ CREATE = 4  # what a line of the journal says that begins a trial
 EVERY = 1.0  # seconds between two looks at metrics.csv
 ENDS, INSISTS = 10, 30  # seconds that it then gets to end by itself, and after SIGTERM and SIGKILL to its children
 SETTLES = 3  # seconds after a failure in which SLURM may say that it has ended the whole task
+# Parts of a metric's name that say whether it is best where it is largest.
+LARGEST = {"acc": True, "auc": True, "f1": True, "iou": True, "loss": False, "perplexity": False, "error": False}
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
@@ -53,8 +55,9 @@ def vary(text: str) -> tuple[str, list[Any]]:
             low, high = map(number, bounds)
             if name and -math.inf < low < high < math.inf and (kind != "log" or low > 0):
                 return name, [kind, low, high]
-        elif name and kind == "range" and len(bounds) == 1 and len(set(values.split(","))) > 1:
-            return name, ["of", *values.split(",")]
+        several = values.split(",")
+        if name and kind == "range" and len(bounds) == 1 and len(set(several)) > 1 and all(several):
+            return name, ["of", *several]
     raise argparse.ArgumentTypeError(f"{text!r}: such as lr=log:1e-4:1e-1, warmup-steps=0:50, batch-size=16,32,64")
 
 
@@ -538,6 +541,10 @@ def parse_args() -> argparse.Namespace:
         run.error(f"{example} has no run.slurm: name such a folder, or one of {names}")
     if len(args.space) < len(args.vary):
         run.error("--vary has the same flag twice: a trial could have one value of it only")
+    largest = [known for part, known in LARGEST.items() if part in args.metric.lower()]
+    if largest and args.maximize not in largest:
+        change = "largest: add" if largest[0] else "smallest: leave out"
+        run.error(f"--metric {args.metric} is best where it is {change} --maximize")
     if min(args.trials, args.startup) < 1 or args.warmup < 0:
         run.error("--trials and --startup must be 1 or more, and --warmup not below 0")
     if not own_task():

@@ -151,6 +151,9 @@ BAD = {
     "one value": (["run", "example", "--vary", "lr=3"], "such as lr=log"),
     "no trials": (["run", "example", "--vary", "lr=1:2", "--trials", "0"], "must be 1 or more"),
     "no column": (["run", "example", "--vary", "lr=1:2", "--metric", "loss"], "no column loss: --metric may be one of"),
+    "no value": (["run", "example", "--vary", "lr=1,2,"], "'lr=1,2,': such as lr=log"),
+    "the least": (["run", "example", "--vary", "lr=1:2", "--metric", "test_accuracy"], "largest: add --maximize"),
+    "the most": (["run", "example", "--vary", "lr=1:2", "--maximize"], "test_loss is best where it is smallest: leave"),
     "no sweep": (["show", "nope"], "there is no sweep in nope"),
 }
 
