@@ -180,11 +180,12 @@ def used(run: Run) -> Text:
 
 def _best(run: Run) -> str:
     """Return the highest accuracy, or the lowest perplexity or test loss, with the first epoch that had it."""
-    if run.quality == "test_accuracy":
-        best = max(run.rows, key=lambda row: row["test_accuracy"])
-        return f"accuracy {best['test_accuracy']:.2%}, epoch {best['epoch']:.0f}"
     name = run.quality or "test_loss"
-    best = min(run.rows, key=lambda row: row[name])
+    rows = [row for row in run.rows if np.isfinite(row[name])] or run.rows  # nan would be the first and the last
+    if name == "test_accuracy":
+        best = max(rows, key=lambda row: row[name])
+        return f"accuracy {best[name]:.2%}, epoch {best['epoch']:.0f}"
+    best = min(rows, key=lambda row: row[name])
     return f"{name.replace('_', ' ')} {best[name]:.{2 if run.quality else 4}f}, epoch {best['epoch']:.0f}"
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from base64 import b64decode
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -329,6 +329,16 @@ def test_refusals(
     assert "not found" in results.show([run]) and isinstance(results.confusion(run), Figure)
     (finished / "output" / "model.pt").unlink()
     assert "has not finished yet" in results.confusion(run) == results.mistakes(run)
+
+
+@pytest.mark.only("ddp_spawn")
+def test_best_of_some(example: str, results: ModuleType) -> None:
+    """An epoch whose figure is not a number, as ALLOW_NAN=1 permits, is not the best one, unless there is no other."""
+    values = [math.nan, 0.5, 0.7]
+    for quality, best in (("test_accuracy", "accuracy 70.00%, epoch 3"), (None, "test loss 0.5000, epoch 2")):
+        rows = [{"epoch": epoch, quality or "test_loss": value} for epoch, value in enumerate(values, 1)]
+        assert results._best(SimpleNamespace(quality=quality, rows=rows)) == best
+        assert "nan" in results._best(SimpleNamespace(quality=quality, rows=rows[:1]))
 
 
 @pytest.mark.only("ddp_spawn")
