@@ -326,7 +326,7 @@ def test_end_of_a_job(tmp_path: Path) -> None:
 SUCCEED = """
 source plumbing/job.sh
 scontrol() { :; }
-sbatch() { echo "$* with $OUTPUT_DIR" >&2; echo 8; }
+sbatch() { echo "$* with $OUTPUT_DIR" >&2; echo Welcome; echo "8;one"; }
 succeed
 """
 
@@ -399,6 +399,7 @@ def test_functions_that_cannot_be_read(tmp_path: Path) -> None:
 # ---- What the shell holds ----
 
 OTHERS = {
+    "SLURM_CLUSTERS": "two",
     "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
     "SLURM_CPU_BIND_LIST": "0x1",
     "SLURM_ARRAY_JOB_ID": "5",
@@ -415,13 +416,13 @@ OWN = {  # what SLURM shows of this job, how many GPUs its nodes have, and what 
     "slices of two types": ("TresPerNode=gres:gpu:1g:1,gres:gpu:2g:1", "2", ["SLURM_GPUS_PER_NODE=1", "7", "2"]),
     "a whole node": ("Command=/gpu", "4", ["SLURM_GPUS_PER_NODE=4", "7", "4"]),
     "GPUs of each task": ("TresPerTask=cpu=2,gres/gpu=2", "4", ["SLURM_GPUS_PER_TASK=1", "7", "4"]),
-    "no answer": ("", "4", [f"{name}={value}" for name, value in [*OTHERS.items()][2:]] + ["5_3", "4"]),
+    "no answer": ("", "4", [f"{name}={value}" for name, value in [*OTHERS.items()][3:]] + ["5_3", "4"]),
 }
 INSIDE_ANOTHER = r"""
 scontrol() { [[ "$SHOWN" ]] && printf 'JobId=7 JobName=x\n   Restarts=0\n   %s\n   WorkDir=/gpu\n' "$SHOWN"; }
 source plumbing/job.sh
 share_gpus
-env | grep -E "^SLURM_(CPU_|ARRAY|GPUS)" | sort
+env | grep -E "^SLURM_(CL|CPU_|ARRAY|GPUS)" | sort
 echo "$job"
 echo "$gpus"
 bash -c 'scontrol() { touch asked; }; source plumbing/job.sh; [[ ! -e asked ]] && echo "$job"'
@@ -560,6 +561,9 @@ def test_what_is_copied(tmp_path: Path, words: str) -> None:
     assert f"error: all nodes see the same {tmp_path}/disk: set TMPDIR to a disk of each node" in shared.stderr
     lost = shell(tmp_path, script, **variables | {"TMPDIR": "/nonexistent"})
     assert lost.returncode == 2 and "error: STAGE=1 needs a folder /nonexistent\n" in lost.stderr, lost
+
+    running = 'source plumbing/job.sh; squeue() { echo "RUNNING$SQUEUE_STATES"; }; is_running'
+    assert shell(tmp_path, running, SQUEUE_STATES="PENDING").returncode == 0, "data that is still read is kept"
 
     nothing = shell(tmp_path, STAGE.format(words="", default="").replace("--model-dir=model", "--a="), **variables)
     assert (nothing.returncode, nothing.stdout) == (2, "")

@@ -160,6 +160,7 @@ succeed() {
         sbatch --parsable --export=ALL --dependency="afterany:$job" --open-mode=append \
             "${options[@]}" "$0" "${arguments[@]}"
     )" || return 1
+    successor="${successor##*$'\n'}"  # some sites' sbatch says more, before the id
     successor="${successor%%;*}"
     echo "run.slurm: SLURM refuses to requeue job $job: job $successor will continue it, in $log"
 }

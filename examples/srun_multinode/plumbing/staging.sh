@@ -69,6 +69,7 @@ keep_copy() {
     done
 }
 
-is_running() {
+is_running() (
+    unset "${!SQUEUE_@}"         # of the user's shell, which may hide a job that runs
     [[ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" == RUNNING ]]
-}
+)

@@ -10,6 +10,7 @@ export SLURM_TIME_FORMAT=standard  # of scontrol, whatever the user's shell asks
 forget_other_job() {
     [[ "${told:-}" != "$SLURM_JOB_ID" ]] || return 0  # a task, whose script has done so
     export told="$SLURM_JOB_ID"
+    unset SLURM_CLUSTERS SBATCH_CLUSTERS  # may name another cluster than that of this node
     [[ "${SLURM_CPU_BIND:-}" != *mask* ]] || unset "${!SLURM_CPU_BIND@}"  # the cores of one step
     local shown
     shown="$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null)" || return 0
