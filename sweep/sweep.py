@@ -83,6 +83,11 @@ def own_task() -> str:
     return f"{array}_{task}" if array else os.environ.get("SLURM_JOB_ID", "")
 
 
+def own_queue() -> str:
+    """Return whose tasks living() knows: those of this user on this cluster; others may share the folder."""
+    return f"{os.getuid()} {os.environ.get('SLURM_CLUSTER_NAME', '')}"
+
+
 def living() -> set[str] | None:
     """Return the ids of all tasks of this user that run or wait, or None if SLURM does not answer."""
     words = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i"]
@@ -250,6 +255,7 @@ def next_trial(study: optuna.Study, storage: Any, folder: Path, trials: int) -> 
     alive = living() if set(before.values()) - {task} else set()
     with locked(folder):
         running = study.get_trials(states=[TrialState.RUNNING])
+        running = [one for one in running if one.user_attrs.get("queue", own_queue()) == own_queue()]
 
         def free(one: FrozenTrial) -> bool:
             """Whether nobody works on a trial.
@@ -272,6 +278,7 @@ def next_trial(study: optuna.Study, storage: Any, folder: Path, trials: int) -> 
         else:
             return None
         trial.set_user_attr("starts", trial.user_attrs.get("starts", 0) + 1)
+        trial.set_user_attr("queue", own_queue())
         trial.set_user_attr("task", task)
         return trial
 
@@ -469,12 +476,15 @@ def show(folder: Path) -> None:
         + [f"{v:.4g}" if isinstance(v, float) else v for v in (t.params.get(name, "") for name in names)]
         for t in trials
     ]
-    with open(folder / "sweep.csv", "w", newline="") as file:
-        csv.writer(file).writerows([head, *rows])
     widths = [max(len(str(cell)) for cell in column) for column in zip(head, *rows, strict=True)]
     for row in (head, *rows):
         print("  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    draw(trials, names, metric, folder / "sweep.png")
+    try:
+        with open(folder / "sweep.csv", "w", newline="") as file:
+            csv.writer(file).writerows([head, *rows])
+        draw(trials, names, metric, folder / "sweep.png")
+    except OSError as error:  # it may be somebody else's folder
+        raise SweepError(f"no table and no picture can be written to {folder} ({error.strerror})") from None
     print(f"the same in {folder / 'sweep.csv'}, a picture in {folder / 'sweep.png'}")
 
 

@@ -167,6 +167,16 @@ def test_bad_input(start: Callable[..., subprocess.Popen], what: str) -> None:
     assert run.returncode != 0 and says in errors.splitlines()[-1] and "Traceback" not in errors, errors
 
 
+def test_show_in_a_folder_of_others(sweep: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where nothing can be written the table is printed all the same, and a line says why there is no file."""
+    study, _ = sweep.open_study(tmp_path, SETTINGS, 1, 0)
+    sweep.done(study, study.ask(), sweep.TrialState.COMPLETE, 0.25)
+    (tmp_path / "sweep.csv").mkdir()
+    with pytest.raises(sweep.SweepError, match=r"no table and no picture can be written to .* \(Is a directory\)"):
+        sweep.show(tmp_path)
+    assert "complete  0.25" in capsys.readouterr().out
+
+
 def test_other_settings(tmp_path: Path, start: Callable[..., subprocess.Popen]) -> None:
     """A sweep goes on with the settings that it has, and without SLURM there is no task."""
     for values, status in (("lr=1:2", 0), ("lr=1:3", 1)):
@@ -268,6 +278,31 @@ def test_ends_with_the_task(
             signal.signal(one, handler)
     said = capsys.readouterr().out
     assert says in said and ("requeue" in said) == ("requeue" in says), said
+
+
+def test_several_users_and_clusters(sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial of another user's task, or of another cluster's, is not taken up: squeue does not show whether it lives.
+
+    Nor is it one's own because the task has the same number there.
+    """
+    monkeypatch.setattr(sweep, "living", set)
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+    numbers = []
+    # No task is in the queue: another one takes its trial up, if it is of the same user and cluster.
+    for user, cluster, job in (
+        (1, "a", "7"),
+        (1, "a", "6"),
+        (2, "b", "7"),
+        (2, "a", "7"),
+        (2, "a", "8"),
+        (2, "a", "7"),
+    ):
+        monkeypatch.setattr(os, "getuid", lambda user=user: user)
+        monkeypatch.setenv("SLURM_CLUSTER_NAME", cluster)
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        study, storage = sweep.open_study(tmp_path, SETTINGS, 1, 0)
+        numbers.append(sweep.next_trial(study, storage, tmp_path, 9).number)
+    assert numbers == [0, 0, 1, 2, 2, 2], numbers
 
 
 def test_settings_of_squeue(sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
