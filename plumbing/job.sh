@@ -22,6 +22,7 @@ forget_other_job() {
     asked="$(sed -n '/ TresPerNode=/{s/.*=//p;q}' <<<"$shown" | tr , '\n' |
         sed -n 's/.*gpu.*[:=]//p' | paste -sd +)"
     grep -q "TresPer.*gpu" <<<"$shown" || asked=none
+    [[ "$shown" != *" OverSubscribe=NO "* ]] || whole=yes  # the nodes are this job's alone
 }
 forget_other_job
 # In an array the job is this task alone, not the whole array.
@@ -90,6 +91,10 @@ share_gpus() {
         export SLURM_GPUS_PER_NODE="$gpus"
     elif [[ "${asked:-}" =~ ^[1-9][0-9+]*$ ]]; then
         gpus="$((asked < gpus ? asked : gpus))"
+    elif [[ "$gpus" -eq 0 && "${whole:-}" && ! "${CUDA_VISIBLE_DEVICES:-}" ]] &&
+        [[ "$(scontrol show config 2>/dev/null)" =~ GresTypes\ *=\ *\(null\) ]]; then
+        # This SLURM knows no GPUs: the job has all of its nodes.
+        gpus="$(nvidia-smi -L 2>/dev/null | grep -c "^GPU ")" || gpus=0
     fi
 }
 

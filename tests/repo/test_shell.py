@@ -521,6 +521,21 @@ def test_temporary_folder(tmp_path: Path, folder: str) -> None:
     assert (run.returncode, run.stdout, run.stderr) == (0, "here\n", "")
 
 
+@pytest.mark.parametrize(
+    ("types", "shares", "gpus"),
+    [("(null)", "NO", "3"), ("(null)", "OK", "0"), ("gpu", "NO", "0"), ("gpu,shard", "NO", "0"), ("", "NO", "0")],
+)
+def test_slurm_without_gpus(tmp_path: Path, types: str, shares: str, gpus: str) -> None:
+    """Where SLURM gives whole nodes and knows no GPUs, those of the node are counted; elsewhere they may be others'."""
+    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\nfor id in 0 1 2; do echo "GPU $id: X (UUID: GPU-1)"; done\n')
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    script = 'scontrol() { if [[ "$2" == job ]]; then echo "   OverSubscribe=$SHARES Contiguous=0"\n'
+    script += 'elif [[ "$TYPES" ]]; then echo "GresTypes               = $TYPES"; fi; }\n'
+    script += 'source plumbing/job.sh; gpus=0; share_gpus; echo "$gpus$SLURM_GPUS_PER_NODE"'
+    run = shell(tmp_path, script, PATH=f"{tmp_path}:{os.environ['PATH']}", TYPES=types, SHARES=shares)
+    assert (run.returncode, run.stdout, run.stderr) == (0, f"{gpus}\n", ""), run
+
+
 # ---- Copies on the node's disk ----
 
 # srun and squeue as on one node; run.slurm has got `words` as its arguments.
