@@ -290,7 +290,7 @@ def test_gpus_by_task(tmp_path: Path) -> None:
     write_program(tmp_path / "venv/bin/python", "exit 1")
     write_program(tmp_path / "srun", 'echo "$@"')
     fixed = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VENV": str(tmp_path / "venv"), "SLURM_CPUS_PER_TASK": "2"}
-    fixed |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node1"}
+    fixed |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_GPUS": "0"}
     for name, value, bound in (("GPUS", "a100:1", 1), ("TRES", "cpu=2,gres/gpu=1", 1), ("TRES", "cpu=2", 0)):
         env = fixed | {f"SLURM_{name}_PER_TASK": value}
         done = subprocess.run(["bash", "run.slurm"], cwd=FOLDER, env=env, capture_output=True, text=True, timeout=300)
