@@ -452,6 +452,11 @@ class Unused(models.Block):
         super().__init__(width, heads)
         self.other = nn.Linear(width, width)
 
+class Place(models.Block):
+    def __init__(self, width, heads):
+        super().__init__(width, heads)
+        self.register_buffer("place", torch.tensor(0))
+
 class Average(models.Block):
     def forward(self, x):
         return super().forward(x + x.mean(1, keepdim=True))
@@ -468,17 +473,19 @@ def leave(status):
 
 def set_buffers(model):
     for buffer in model.buffers():
-        buffer.copy_(torch.tril(torch.ones(64, 64)))
+        buffer.copy_(torch.tril(torch.ones(64, 64)) if buffer.dim() else 0)
 
 os._exit = leave
 args = train.parse_args()
 args.entropy = None
 device, mesh = train.setup(args)
-for kind in (models.Block, Seen, Buffer, Bool, Gamma, Statistics, Unused, Average, "set"):
-    train.TinyGPT = make(Buffer if kind == "set" else kind)
-    print("case", kind if kind == "set" else kind.__name__, flush=True)
+kinds = (models.Block, Seen, Buffer, Bool, Gamma, Statistics, Unused, Average, Place)
+cases = {kind.__name__: kind for kind in kinds} | {"set": Buffer, "set0": Place}
+for name, kind in cases.items():
+    train.TinyGPT = make(kind)
+    print("case", name, flush=True)
     model = train.build_model(args, mesh, device)
-    if kind == "set":
+    if "set" in name:
         set_buffers(model)
     args.parameters = sum(weight.numel() for weight in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=True)
@@ -496,6 +503,8 @@ for kind in (models.Block, Seen, Buffer, Bool, Gamma, Statistics, Unused, Averag
         optimizer.zero_grad()
         losses.append(loss.item())
     print("trained" if losses[-1] < losses[0] else losses, flush=True)
+    _, saved = train.state_dict.get_state_dict(model, optimizer)
+    assert saved["state"].keys() == dict(model.named_parameters()).keys(), "a resume would miss some"
 """
 # What each of these models must print, beside the line on the mesh; a refused one is not trained.
 OWN_PRINT = {
@@ -507,14 +516,17 @@ OWN_PRINT = {
     "Statistics": "train.py: error: the model's buffer blocks.0.count.running_mean has no values",
     "Unused": "trained",
     "Average": "train.py: error: the model is not causal, its outputs depend on later tokens",
+    "Place": "train.py: error: the model's buffer blocks.0.place has no values: make it in forward",
     "set": "trained",
+    "set0": "trained",
 }
 
 
 def test_own_models(example: str, folder: Path) -> None:
     """An own model that sees later tokens, or whose buffers have no values, is refused; others are trained.
 
-    Blocks may be in an nn.Sequential, and may have weights that take no part; a weight that is 0 is named.
+    Blocks may be in an nn.Sequential, and may have weights that take no part, of which a resume finds the state; a
+    weight that is 0 is named, and a number of a buffer may be 0.
     """
     (folder / "own.py").write_text("import sys\nsys.argv[0] = 'train.py'\nsys.stderr = sys.stdout\n" + OWN_MODELS)
     started = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

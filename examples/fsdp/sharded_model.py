@@ -6,6 +6,7 @@ of a run with --keep-sharded, from its last checkpoint, on any machine that can 
 
 import argparse
 import functools
+import math
 import warnings
 import zlib
 from pathlib import Path
@@ -88,10 +89,21 @@ def change_block(args, block):
 
 def without_values(model, device):
     """Return the model with memory for its shards; its buffers are unset, see check_values."""
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # older releases of PyTorch have not
+        # Weights that a batch does not use, such as an expert's, get gradients of 0. Otherwise
+        # processes that use others would end, and no resume would find the state of unused ones.
+        model.set_reduce_scatter_unused_params(True)
     model = model.to_empty(device=device)
     for buffer in model.buffers():
-        buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
+        buffer.fill_(no_value(buffer))
     return model
+
+
+def no_value(buffer):
+    """Return what all elements of a buffer are that has no values yet."""
+    if buffer.is_floating_point() or buffer.is_complex():
+        return float("nan")
+    return False if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).max
 
 
 def mesh_sizes(args):
@@ -131,8 +143,8 @@ def print_mesh(args, model, progress):
 def check_values(model, progress):
     """Refuse a model of which a buffer has no first value; name weights that are all 0."""
     for name, buffer in model.named_buffers():
-        unset = buffer.isnan().all() if buffer.is_floating_point() else not buffer.any()
-        if unset:
+        value = no_value(buffer)
+        if (buffer.isnan() if math.isnan(value) else buffer == value).all():
             advice = "make it in forward, or give it its values at the end of build_model"
             fail(f"the model's buffer {name} has no values: {advice}")
     weights = {}
