@@ -199,13 +199,15 @@ def write_weights(args, weights):
 
 def gather_weights(model):
     """Return the state dict in fp32, gathered from DeepSpeed's shards, on each process."""
-    from deepspeed.utils import safe_get_full_fp32_param  # train.py chooses the accelerator before
+    import deepspeed  # here, since train.py chooses the accelerator before
+    from deepspeed.utils import safe_get_full_fp32_param
 
     weights = {}
     for name, weight in model.state_dict(keep_vars=True).items():
-        gathered = safe_get_full_fp32_param(weight)  # all processes call it; None if it is no shard
-        weight = (weight if gathered is None else gathered).detach().cpu()
-        weights[name] = weight.float() if weight.is_floating_point() else weight
+        gathered = safe_get_full_fp32_param(weight)  # all call it; None if no optimizer has a shard
+        with deepspeed.zero.GatheredParameters(weight, enabled=gathered is None):  # if it is frozen
+            weight = (weight if gathered is None else gathered).detach().cpu()
+            weights[name] = weight.float() if weight.is_floating_point() else weight
     return weights
 
 

@@ -165,11 +165,14 @@ def test_without_a_launcher(example: str, folder: Path) -> None:
 
 
 def test_bf16_with_accumulation(example: str, folder: Path) -> None:
-    """Stage 3 in bf16 by the config file, two batches a step: it learns, and model.pt has the weights in fp32.
+    """Stage 3 in bf16 by the config file, two batches a step: it learns, and model.pt has all weights in fp32.
 
-    Rank 0 has 180 of the test samples, two batches; rank 1 has 179, one batch, and must gather weights for the second.
+    One is frozen, which the optimizer has not. Rank 0 has 180 of the test samples, two batches; rank 1 has 179, one
+    batch, and must gather weights for the second.
     """
     note_memory(folder)
+    line = "    model = ConvNet()\n"
+    edits.edit(folder / "train.py", line, f"{line}    model.conv2.weight.requires_grad_(False)\n")
     settings = json.loads((folder / "ds_config.json").read_text())
     settings |= {"gradient_accumulation_steps": 2, "bf16": {"enabled": True}}
     (folder / "own.json").write_text(json.dumps(settings))
@@ -256,16 +259,22 @@ def test_built_beforehand(example: str, folder: Path, bare: dict[str, Any]) -> N
 
 def test_scheduler_of_the_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Where the file has a scheduler, no other rate is printed, and flags that would have no effect are refused."""
-    from plumbing import deepspeed_config
+    import torch
+
+    from plumbing import checks, deepspeed_config
 
     monkeypatch.setattr(deepspeed_config, "fail", lambda message: pytest.fail(message, pytrace=False))
     settings = {"deepspeed_config": "own.json", "batch_size": 64, "scale_lr": None, "warmup_steps": 0}
     answers = {"zero_optimization_stage": 1, "optimizer_name": "adamw", "gradient_accumulation_steps": 1}
     answers |= {"bfloat16_enabled": False, "fp16_enabled": False}
     methods = {name: lambda answer=answer: answer for name, answer in answers.items()}
-    engine = SimpleNamespace(**methods, lr_scheduler=object())
+    model = torch.nn.Linear(1, 1)
+    engine = SimpleNamespace(**methods, lr_scheduler=object(), module=model)
     args = Namespace(**settings)
     deepspeed_config.note_config(args, engine)
+    model(torch.ones(1)).backward()
+    assert [*checks.gradients.values()] == [1, 1]  # what stages 1 and 2 have to compare
+    checks.gradients.clear()
     deepspeed_config.print_config(args, 0.5)
     says = "ZeRO stage 1, fp32, learning rate by its scheduler; micro batch 64 from the command line\n"
     assert capsys.readouterr().out == f"own.json: {says}"

@@ -511,6 +511,39 @@ def test_weights_of_two_processes(checks: ModuleType) -> None:
     assert checks.judge_weights([checks.extremes(part) for part in parts]) == (None, None)
 
 
+def test_rest_of_a_shard(checks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fills up DeepSpeed's last shards may be no number; what a process has of a weight may not."""
+    import torch
+
+    for rank, finite in enumerate((False, True, True)):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
+        model = torch.nn.Linear(2, 2, bias=False)  # 4 values, in shards of 3
+        model.weight.ds_tensor = torch.tensor([1.0, math.nan, math.nan])
+        model.weight.ds_tensor.ds_numel, model.weight.ds_numel, model.weight.ds_process_group = 3, 4, None
+        assert checks.own_report(Namespace(), model)["weights"] == finite
+
+
+def test_gradients_of_two_processes(checks: ModuleType) -> None:
+    """Where processes have got gradients of other weights, which ZeRO would mix up, the first is named."""
+    import torch
+
+    def extremes_after(*parts: int) -> dict[str, Any]:
+        checks.gradients.clear()
+        model = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(3)))
+        torch.nn.init.ones_(model[0].weight.requires_grad_(False))
+        model[1].weight.allreduce = False  # an expert of DeepSpeed, of which each process has others
+        checks.count_gradients(model)
+        for part in parts:
+            model[part](torch.ones(1)).backward()
+        return {name: bounds for name, bounds in checks.extremes(model).items() if name in checks.gradients}
+
+    assert len(extremes_after()) == 4
+    assert checks.judge_weights([extremes_after(0, 2), extremes_after(2, 0)]) == (None, None)
+    message, switch = checks.judge_weights([extremes_after(0, 2), extremes_after(0, 1)])
+    assert message.startswith("the number of gradients of 1.bias of rank 1 differs from that of rank 0: use all")
+    assert "--zero-stage 0" in message and switch == "ALLOW_OTHER_WEIGHTS"
+
+
 # The losses of an epoch's batches, batches of a step, and the step of the first that is not finite; None: all are.
 LOSSES: dict[str, tuple[list[float], int, int | None]] = {
     "the first": ([math.nan, 1, 1, 1], 1, 1),

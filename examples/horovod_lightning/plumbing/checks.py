@@ -50,6 +50,9 @@ own = {"sets": {}, "draws": {}}
 losses = {"batches": 0, "before": 0, "finite": True, "loader": None}
 # note_saved() notes here how far the last checkpoint is.
 last_saved = {"step": None, "epochs": None}
+# count_gradients() has counted here how many gradients a weight has got, by its name behind COUNT.
+gradients = {}
+COUNT = "the number of gradients of "
 
 
 # What the data are
@@ -709,7 +712,7 @@ def extremes(model):
             continue
         divided = hasattr(weight, "ds_tensor") or hasattr(weight, "to_local")
         divided = divided or not getattr(weight, "allreduce", True)  # an expert of DeepSpeed
-        weight = getattr(weight, "ds_tensor", weight).detach()
+        weight = shard_of(weight).detach()
         weight = weight.to_local() if hasattr(weight, "to_local") else weight
         weight = torch.view_as_real(weight) if weight.is_complex() else weight
         if weight.numel():
@@ -721,7 +724,34 @@ def extremes(model):
         tolerances, bounds = zip(*weights.values(), strict=True)
         rows = zip(weights, torch.stack(bounds).tolist(), tolerances, strict=True)
         result |= {name: (*pair, allowed) for name, pair, allowed in rows}
-    return result
+    return result | {name: (count, count, 0) for name, count in gradients.items()}
+
+
+def count_gradients(model):
+    """Have the gradients be counted that each weight gets, for extremes().
+
+    ZeRO at stages 1 and 2 sends them without names. Where processes get others, it would add those
+    of one weight to those of another.
+    """
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and getattr(weight, "allreduce", True):  # no expert of DeepSpeed
+            gradients[COUNT + name] = 0
+            weight.register_hook(functools.partial(count_one, COUNT + name))
+
+
+def count_one(name, _):
+    """Count a gradient."""
+    gradients[name] += 1
+
+
+def shard_of(weight):
+    """Return what this process has of a weight that DeepSpeed has divided; others as they are."""
+    if not hasattr(weight, "ds_tensor"):
+        return weight
+    shard = weight.ds_tensor
+    number = sys.modules["torch"].distributed.get_rank(weight.ds_process_group)
+    # The last shards are filled up with what happens to be in memory, which may be no number.
+    return shard[: max(0, weight.ds_numel - number * shard.ds_numel)]
 
 
 def tolerance(size):
@@ -794,6 +824,8 @@ def judge_weights(found):
             what = f"{name} of rank {number} differs from that of rank 0"
             advice = "add and unfreeze layers before DDP or hvd.DistributedOptimizer is made"
             advice = f"{advice}, train the model that DDP returns, and take each step on all ranks"
+            if name in gradients:
+                advice = "use all weights in each batch on all ranks, or take --zero-stage 0"
             goes_on = "ALLOW_OTHER_WEIGHTS=1 in the environment goes on"
             return f"{what}: {advice}; {goes_on}", "ALLOW_OTHER_WEIGHTS"
     return None, None

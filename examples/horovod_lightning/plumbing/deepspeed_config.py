@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+from . import checks
 from .launchers import fail, rank
 
 
@@ -84,6 +85,8 @@ def note_config(args, engine):
     if args.has_scheduler and (args.scale_lr or args.warmup_steps):
         wrong = "has a scheduler, with which --scale-lr and --warmup-steps have no effect"
         fail(f"{args.deepspeed_config}: it {wrong}: leave out one or the other")
+    if args.zero_stage in (1, 2):
+        checks.count_gradients(engine.module)
     args.precision = "fp32"
     if engine.bfloat16_enabled():
         args.precision = "bf16"
