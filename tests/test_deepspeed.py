@@ -143,8 +143,15 @@ def test_bad_settings(example: str, folder: Path) -> None:
         "        print(name, 'is good')\n"
         "    except SystemExit:\n"
         "        pass\n"
+        "model = train.torch.nn.Linear(1, 1)\n"
+        "train.shards.gather_weights(model)\n"
+        "print('and experts')\n"
+        "model.weight.group_name = 'ep_size_2'  # as DeepSpeed names experts of which each process has others\n"
+        "train.shards.gather_weights(model)\n"
     )
     run = runs.Run(["torchrun", "--standalone", "--nproc-per-node=1", "each.py"], folder).wait()
+    _, after = run.stdout.split("and experts\n")
+    assert after.startswith("note: model.pt has the experts of rank 0 alone") and run.stdout.count("note: ") == 1
     expected = [texts for _, texts in FILES.values()] + [["ds_config.json is good"]]
     lines = [line for line in run.stdout.splitlines() if ".json" in line and not line.startswith("[")]
     for line, texts in zip(lines, expected, strict=True):

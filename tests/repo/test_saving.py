@@ -98,6 +98,14 @@ def test_stop_in_an_evaluation(args: Namespace, monkeypatch: pytest.MonkeyPatch,
     assert list(batches) == [1, 2, 3] and done == ["save"] * (saved < 4) + ["stop"] * 3
 
 
+def test_loader_of_accelerate(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that accelerator.prepare() has divided once more, so that some samples were never tested, is refused."""
+    monkeypatch.setattr(stopping, "fail", lambda message: pytest.fail(message, pytrace=False))
+    prepared = type("DataLoaderShard", (list,), {"__module__": "accelerate.data_loader"})([1, 2])
+    with pytest.raises(pytest.fail.Exception, match=r"accelerator\.prepare\(\) would divide .* test_loader once more"):
+        next(plumbing.until_stopped(args, {"step": 4, "history": []}, prepared, None))
+
+
 LEFT = {
     "model.pt": True,
     "model.keras": True,

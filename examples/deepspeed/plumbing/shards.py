@@ -208,6 +208,9 @@ def gather_weights(model):
         with deepspeed.zero.GatheredParameters(weight, enabled=gathered is None):  # if it is frozen
             weight = (weight if gathered is None else gathered).detach().cpu()
             weights[name] = weight.float() if weight.is_floating_point() else weight
+    groups = {getattr(weight, "group_name", "ep_size_1") for weight in model.parameters()}
+    if groups != {"ep_size_1"} and dist.get_rank() == 0:  # other processes have other experts
+        print("note: model.pt has the experts of rank 0 alone; those of all are in checkpoint/")
     return weights
 
 

@@ -4,7 +4,7 @@ import os
 from datetime import timedelta
 
 from . import checks
-from .launchers import gather, rank, wait_for_unfinished
+from .launchers import fail, gather, rank, wait_for_unfinished
 from .records import finish
 from .settings import position
 
@@ -48,6 +48,9 @@ def until_stopped(args, progress, test_loader, save, *parts):
     import torch
     import torch.distributed as dist
 
+    if type(test_loader).__module__.startswith("accelerate."):
+        wrong = "accelerator.prepare() would divide the samples of test_loader once more"
+        fail(f"{wrong}, and test only a part of them: do not give it this loader")
     common = min(gather(len(test_loader)))
     for number, batch in enumerate(test_loader):
         if number < common:
