@@ -112,7 +112,10 @@ def is_weekly(item: pytest.Item, when: set[str]) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself selects by mark
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Do what the marks say: leave out tests of other examples, and mark what is weekly and what belongs to none."""
+    """Do what the marks say: leave out tests of other examples, and mark what is weekly and what belongs to none.
+
+    Tests that wait come first: at the end of a session the other cores would wait for them.
+    """
     chosen = []
     for item in items:
         of_example = "example" in item.fixturenames
@@ -126,7 +129,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("smoke")
         if not of_example:
             item.add_marker("repo")
-    items[:] = chosen
+    items[:] = sorted(chosen, key=lambda item: not item.get_closest_marker("waits"))
     if config.getoption("matrix"):
         print(matrix(items))
         items.clear()

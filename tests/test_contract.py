@@ -308,6 +308,7 @@ def test_exception_in_one_worker(example: str, folder: Path) -> None:
     assert not (folder / "output" / LAUNCHERS[example].model).exists()
 
 
+@pytest.mark.waits
 @pytest.mark.runs("one")
 def test_one_worker_hangs(example: str, folder: Path, reference: Reference) -> None:
     """A worker that stops answering: the others say so, give up after --timeout, and the run ends non-zero in time.

@@ -336,13 +336,8 @@ def test_own_kind(example: str, folder: Path, kind: str) -> None:
 
 
 @pytest.mark.only("ddp_spawn", "torchrun_multinode")
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("two_networks", marks=pytest.mark.runs("weekly", "ddp_spawn")),
-        *(pytest.param(kind, marks=pytest.mark.runs("weekly")) for kind in ("teacher", "stages", "stream")),
-    ],
-)
+@pytest.mark.runs("weekly")
+@pytest.mark.parametrize("kind", [*STATES, "stream"])
 def test_more_state(example: str, folder: Path, kind: str) -> None:
     """Interrupted in the third of four epochs, a run ends with the bits of one that ran through; a checkpoint has all.
 

@@ -91,6 +91,7 @@ FAULTS = {  # what is planted, what then happens to the job, the line of rank 1,
 CELLS = [pytest.param(fault, marks=[pytest.mark.runs("weekly")] * (fault != "sleeps in forward")) for fault in FAULTS]
 
 
+@pytest.mark.waits
 @pytest.mark.only("torchrun_multinode")
 @pytest.mark.parametrize("fault", CELLS)
 def test_a_hang_names_its_rank(example: str, source: Path, lab: Lab, tmp_path: Path, fault: str) -> None:
