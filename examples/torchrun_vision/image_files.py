@@ -128,7 +128,8 @@ def decode(content):
     if frames > 1:
         raise ValueError("it has several frames")
     if invisible:
-        advice = "magick mogrify -background white -alpha remove shows it on white"
+        advice = "magick mogrify -path FOLDER -background white -alpha remove FILES"
+        advice = f"{advice} writes copies on white into another folder"
         raise ValueError(f"without its transparency it is of one colour: {advice}")
     return torch.from_numpy(upright(pixels, orientation)).permute(2, 0, 1)
 

@@ -273,7 +273,7 @@ def collective():
             entries += json.loads(getattr(torch._C._distributed_c10d, name)())["entries"]
     for entry in entries:
         # NCCL's may be completed without being retired; Gloo's are never said to be completed.
-        if not entry["retired"] and entry["state"] != "completed":
+        if not entry["retired"] and entry.get("state") != "completed":
             return f"{entry['profiling_name']} number {entry['collective_seq_id']}"
     return ""
 
