@@ -240,8 +240,9 @@ SETTINGS = {
     "JobRequeue": "1",
     "AccountingStorageType": "accounting_storage/none",
     "MailProg": "/bin/true",
-    # Everything below is about time, in seconds: a real cluster waits longer.
-    "KillWait": "5",
+    # Everything below is about time, in seconds. After SIGTERM a job has what SLURM gives by default: JupyterLab alone
+    # takes 5 s of it for a kernel that does not end. For the rest a real cluster waits longer.
+    "KillWait": "30",
     "SlurmdTimeout": "20",
     "MinJobAge": "3600",  # finished jobs stay visible in `scontrol show job`
     "SchedulerParameters": "batch_sched_delay=0,sched_interval=2,bf_interval=2",
