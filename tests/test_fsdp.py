@@ -152,7 +152,7 @@ def test_own_tokens(example: str, folder: Path) -> None:
 
 def note_shards(folder: Path, seconds: float = 0) -> None:
     """Have each process say when its shards are written, and wait so long before run.json names them."""
-    line = "    shared = gather(files)"
+    line = "    shared = gather(files, group)"
     note = f"    print('shards of', folder.name, flush=True)\n    __import__('time').sleep({seconds})\n"
     edits.edit(folder / "plumbing" / "shards.py", line, note + line)
 
