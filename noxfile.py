@@ -101,7 +101,7 @@ def smoke(session: nox.Session, example: str) -> None:
     python = session.python or f"{sys.version_info.major}.{sys.version_info.minor}"
     named = any(f"({example})" in word for word in sys.argv)
     if example in HOROVOD and not (named or sessions.in_ci() or sessions.horovod_is_built(example, python)):
-        session.skip(f"it compiles Horovod, in 3 to 8 minutes, if asked: nox -s 'smoke({example})'")
+        session.skip(f"it compiles Horovod, in 2 to 8 minutes, if asked: nox -s 'smoke({example})'")
     run_tests(session, example, "smoke")
 
 

@@ -65,6 +65,7 @@ def test_minimal(name: str) -> None:
         lines = text_of(name, file).splitlines()
         assert len(lines) <= (LONGER.get(name, most) if file == "minimal.py" else most), file
         assert max(map(len, lines)) <= 100, file
+    assert f"#SBATCH --job-name={name} " in text_of(name, "minimal.slurm"), "the log is named after it"
     text = text_of(name, "minimal.py")
     assert not re.search(r"# \w+:\s*$", text, re.MULTILINE), "a tag without words"
     assert "plumbing" not in text and "argparse" not in text
