@@ -89,7 +89,7 @@ def main(local_rank, world_size, port):
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # ddp: shuffles anew; each process takes its part of one order
         train_loss = train_one_epoch(ddp_model, train_loader, optimizer, device)
-        test_loss, accuracy = evaluate(model, test_loader, device)  # not ddp_model: parts differ
+        test_loss, accuracy = evaluate(model, test_loader, device)  # ddp_model could hang
         if rank == 0:
             losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"
             print(f"epoch {epoch + 1}: {losses}, test acc {accuracy:.2%}", flush=True)

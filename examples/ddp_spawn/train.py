@@ -170,7 +170,7 @@ def main(local_rank, args, port):
         train_loss, samples, seconds = train_one_epoch(
             args, ddp_model, train_loader, optimizer, device, progress
         )
-        test_loss, accuracy = evaluate(args, model, test_loader, device)  # not DDP: parts differ
+        test_loss, accuracy = evaluate(args, model, test_loader, device)  # ddp_model could hang
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
         row |= {"test_accuracy": accuracy, "samples_per_second": samples / seconds}
         row |= {"seconds": seconds, "world_size": args.world_size}

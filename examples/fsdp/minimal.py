@@ -87,7 +87,7 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])  # torchrun: this process's number on its node
     world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: processes on all nodes
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun: on this node
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))  # cores of a process
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))  # share the cores
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -28,8 +28,7 @@ import plumbing
 from common import data
 from common.models import ConvNet
 
-# lightning: the Trainer's names
-PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp64": "64-true"}
+PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp64": "64-true"}  # the Trainer's names
 
 
 def parse_args():
@@ -103,7 +102,7 @@ class LitConvNet(L.LightningModule):
         metrics = self.trainer.callback_metrics
         row = {"epoch": self.current_epoch + 1}
         row |= {name: metrics[name].item() for name in ("train_loss", "test_loss", "test_accuracy")}
-        samples = self.trainer.num_training_batches * self.args.batch_size * self.args.world_size
+        samples = self.args.steps_per_epoch * self.args.global_batch
         row |= {"samples_per_second": samples / self.seconds, "seconds": self.seconds}
         row |= {"world_size": self.args.world_size}
         self.progress["history"].append(row)

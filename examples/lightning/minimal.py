@@ -66,7 +66,7 @@ class LitConvNet(L.LightningModule):
 def main():
     """Train as the first process, which starts the others, or as one that srun has started."""
     trainer = L.Trainer(
-        devices="auto" if torch.cuda.is_available() else 2,  # of a node: --ntasks-per-node
+        devices="auto" if torch.cuda.is_available() else 2,  # on each node: --ntasks-per-node
         num_nodes=int(os.environ.get("SLURM_JOB_NUM_NODES", 1)),
         strategy="ddp",  # lightning: wraps the module in DistributedDataParallel
         max_epochs=EPOCHS,

@@ -309,7 +309,7 @@ def main(args):
         if args.shard:
             batches = sharded_model.fill_up(args, test_set, batches)  # all compute equally often
         row = {"epoch": epoch + 1, "train_loss": train_loss}
-        row |= evaluate(args, model, batches, device)  # not ddp_model: parts differ
+        row |= evaluate(args, model, batches, device)  # ddp_model could hang
         if not args.classes:
             row["tokens_per_second"] = targets / seconds
         row["samples_per_second"] = args.steps_per_epoch * args.global_batch / seconds

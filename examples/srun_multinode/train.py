@@ -217,7 +217,7 @@ def main(args):
         batches = plumbing.until_stopped(
             args, progress, test_loader, save_checkpoint, model, optimizer
         )
-        test_loss, accuracy = evaluate(args, model, batches, device)  # not ddp_model: parts differ
+        test_loss, accuracy = evaluate(args, model, batches, device)  # ddp_model could hang
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
         row |= {"test_accuracy": accuracy, "samples_per_second": samples / seconds}
         row |= {"seconds": seconds, "world_size": args.world_size}

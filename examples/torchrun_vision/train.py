@@ -308,7 +308,7 @@ def main(args):
         # stop: an evaluation may be long: it ends after the same batch in all processes
         batches = plumbing.until_stopped(args, progress, test_loader, save_checkpoint, parts)
         row = {"epoch": epoch + 1, "train_loss": train_loss}
-        row |= evaluate(args, model, batches, device)  # not ddp_model: parts differ
+        row |= evaluate(args, model, batches, device)  # ddp_model could hang
         row |= {"samples_per_second": samples / seconds}
         row |= {"seconds": seconds, "world_size": args.world_size}
         progress["history"].append(row)

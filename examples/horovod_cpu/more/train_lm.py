@@ -71,7 +71,7 @@ def train_one_epoch(args, model, train_loader, optimizer, progress):
         loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
         # horovod: with the last batch of a step, starts to average the gradients over all processes
         (loss / args.gradient_accumulation_steps).backward()
-        plumbing.note_loss(train_loader, loss)  # one that is not finite stops the run
+        plumbing.note_loss(train_loader, loss)  # if it is not finite, the next save ends the run
         sums[0] += loss.detach() * labels.numel()
         sums[1] += labels.numel()
         if not completes_step:
