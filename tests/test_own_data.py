@@ -129,6 +129,17 @@ RIGHT = {
 }
 
 
+def test_images_of_another_size(own_data: dict[str, Any], tmp_path: Path) -> None:
+    """The images of a file may have the size that SHAPE says."""
+    shape = tuple(14 if size == 28 else size for size in own_data["SHAPE"])
+    own_data["load"].__globals__["SHAPE"] = shape
+    path = save(tmp_path, images=arrays()["images"][:, ::2, ::2])
+    path.with_name("test.npz").write_bytes(path.read_bytes())
+    train_set, _ = own_data["load"]("digits", tmp_path)
+    images, _ = train_set[[3, 5]]
+    assert tuple(images.shape) == (2, *shape)
+
+
 @pytest.mark.parametrize("change", RIGHT.values(), ids=RIGHT)
 def test_right_arrays(own_data: dict[str, Any], tmp_path: Path, change: Callable) -> None:
     """What can be read is read, to the bit: pixels divided by 255 once, labels as they are."""

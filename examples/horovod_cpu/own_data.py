@@ -26,7 +26,7 @@ class OwnData(Dataset):
     """
 
     def __init__(self, path):
-        self.images, self.labels = labelled_images(path, CLASSES)
+        self.images, self.labels = labelled_images(path, CLASSES, SHAPE[1:])
 
     def __len__(self):
         return len(self.labels)

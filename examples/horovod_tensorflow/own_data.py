@@ -21,7 +21,7 @@ class OwnData:
     """Labelled images. Indexing with an array of indices returns their batch."""
 
     def __init__(self, path):
-        self.images, self.labels = labelled_images(path, CLASSES)
+        self.images, self.labels = labelled_images(path, CLASSES, SHAPE[:2])
 
     def __len__(self):
         return len(self.labels)

@@ -342,7 +342,7 @@ def token_range(tokens: torch.Tensor) -> tuple[int, int]:
     return min(int(one.min()) for one in parts), max(int(one.max()) for one in parts)
 
 
-def markov_tokens(size: int, symbols: int = 32, seed: int = 0) -> tuple[torch.Tensor, float]:
+def markov_tokens(size: int, symbols: int = 32) -> tuple[torch.Tensor, float]:
     """Return `size` tokens (size,), uint8, of a random Markov chain, and its entropy.
 
     The chain is of first order, and the entropy in nats a token. No model can predict the next
@@ -353,7 +353,7 @@ def markov_tokens(size: int, symbols: int = 32, seed: int = 0) -> tuple[torch.Te
     if size > 10**9:
         wrong = f"{size} random tokens would take hours to make"
         raise DataError(f"{wrong}: use at most {10**9}")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(symbols, symbols, generator=generator, dtype=torch.float64)
     matrix = matrix.mul_(2).softmax(1)
     stationary = torch.linalg.matrix_power(matrix, 1024)[0]
@@ -368,18 +368,18 @@ def markov_tokens(size: int, symbols: int = 32, seed: int = 0) -> tuple[torch.Te
     return torch.frombuffer(tokens, dtype=torch.uint8), entropy
 
 
-def random_tokens(size: int, vocabulary: int, seed: int = 0) -> tuple[torch.Tensor, float]:
+def random_tokens(size: int, vocabulary: int) -> tuple[torch.Tensor, float]:
     """Return `size` random tokens (size,) and their entropy in nats a token.
 
     For a vocabulary of 256 they are those of markov_tokens. For another one all its tokens, int32,
     are equally likely: they are quickly made, for measuring how fast a model is.
     """
     if vocabulary == 256:
-        return markov_tokens(size, seed=seed)
+        return markov_tokens(size)
     if size > 10**10:
         wrong = f"{size} random tokens would take {size * 4 // 10**9} GB of memory"
         raise DataError(f"{wrong}: use at most {10**10}")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (size,), generator=generator, dtype=torch.int32)
     return tokens, math.log(vocabulary)
 

@@ -95,7 +95,7 @@ def _wrong_idx(images: np.ndarray, labels: np.ndarray) -> str | None:
     return None
 
 
-def labelled_images(path: Path, classes: int, size: tuple = (28, 28)) -> tuple[np.ndarray, ...]:
+def labelled_images(path: Path, classes: int, size: tuple) -> tuple[np.ndarray, ...]:
     """Return the arrays `images` (N, *size), uint8, and `labels` (N,) of an .npz file.
 
     They are looked at as a whole. Raises DataError, with what was found and what is expected, if
