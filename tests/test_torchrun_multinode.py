@@ -1,5 +1,6 @@
 """What only torchrun_multinode promises: stopping at any step, restarts, accumulation."""
 
+import json
 import os
 import re
 import shutil
@@ -79,6 +80,17 @@ def test_restart_is_no_permission(example: str, folder: Path, reference: Referen
     run = restarting(folder, "--epochs", "6").wait()
     refusals.assert_refused(run, 1, "output/checkpoint.pt", "--resume", "--output-dir")
     assert (folder / "output" / "checkpoint.pt").read_bytes() == before
+
+
+@pytest.mark.runs("weekly")
+def test_saves_are_no_training_time(example: str, folder: Path) -> None:
+    """Saves within an epoch are no part of its `seconds`, but of the run's time: so docs/how-often-to-save.md says."""
+    line = "    write(first, save)\n"
+    edits.edit(folder / "plumbing" / "checkpoints.py", line, f"    time.sleep(0.5)\n{line}")
+    runs.train(example, folder, 2, "--epochs", 1, "--checkpoint-every", 1)
+    record = json.loads((folder / "output" / "run.json").read_text())
+    (row,) = outputs.read_metrics(folder / "output")
+    assert record["stops"][-1]["time"] - record["starts"][0]["time"] > row["seconds"] + 11 * 0.5
 
 
 @pytest.mark.runs("weekly")
