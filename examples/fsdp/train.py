@@ -42,7 +42,7 @@ def parse_args():
     add("--text-file", type=Path, help="text, or tokenize_text.py's folder; default: random tokens")
     add("--separate-documents", action="store_true", help="attention stays within a document")
     add("--tokens", type=int, default=60_000, help="length of the random source")
-    add("--vocabulary", type=int, default=256, help="another one: the random source is uniform")
+    add("--vocabulary", type=int, default=256, help="kinds of tokens; if not 256, all as likely")
     add("--context", type=int, default=64, help="tokens of a sample")
     add("--width", type=int, default=128, help="numbers by which the model represents a token")
     add("--layers", type=int, default=2, help="blocks of the model")

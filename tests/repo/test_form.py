@@ -148,6 +148,12 @@ def test_without_torchrun() -> None:
         assert changed <= most, file
 
 
+def test_help() -> None:
+    """--help says in a sentence what train.py is, without the docstring's commands, which argparse runs together."""
+    for description, shown in (("It trains.\n\nLocally:   python train.py\n", "It trains."), (None, "")):
+        assert plumbing.arguments(description, ["fp32"]).description == shown
+
+
 def test_learning_rate() -> None:
     """The rate rises along a line to --lr times 1, the processes or their square root, and then stays.
 

@@ -19,15 +19,17 @@ RATES = weakref.WeakKeyDictionary()
 def arguments(description, precisions):
     """Return a parser with the flags that all examples have.
 
-    `precisions` are the choices of --precision, of which the first is the default.
+    --help shows the first paragraph of `description`: it would run several together. `precisions`
+    are the choices of --precision, of which the first is the default.
     """
-    parser = ArgumentParser(description=description, formatter_class=ArgumentDefaultsHelpFormatter)
+    first, _, _ = (description or "").partition("\n\n")
+    parser = ArgumentParser(description=first, formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--epochs", type=int, default=5, help="total number, including those before a resume")
     add("--batch-size", type=int, default=64, help="samples per batch of each process")
     add("--global-batch", type=int, metavar="N", help="samples of a step, of all processes")
     add("--lr", type=float, default=1e-3, help="learning rate")
-    words = "multiply --lr by the number of processes"
+    words = "multiply --lr by the number of processes, or its square root"
     add("--scale-lr", choices=("linear", "sqrt"), help=words)
     words = "steps in which the learning rate rises"
     add("--warmup-steps", type=int, default=0, help=words)
