@@ -58,7 +58,7 @@ def parse_args():
 
 def setup(args):
     """Join the process group; return the Accelerator, which knows this process's device."""
-    local_rank = int(os.environ["LOCAL_RANK"])  # accelerate: its number on its node
+    local_rank = int(os.environ["LOCAL_RANK"])  # accelerate: this process's number on its node
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

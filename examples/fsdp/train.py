@@ -102,7 +102,7 @@ def train_one_epoch(args, model, train_loader, optimizer, device, progress):
     sums = progress["sums"]
     group_rank = dist.get_rank() // args.tensor_parallel
     for number, (tokens, labels) in enumerate(train_loader, 1):
-        completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: of so many
+        completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: every Nth
         if (number - 1) % args.gradient_accumulation_steps == 0:  # fsdp: dropout differs by group
             torch.manual_seed(args.seed + progress["step"] * args.groups + group_rank)
         seconds = time.perf_counter() - start

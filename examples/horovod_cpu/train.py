@@ -75,7 +75,7 @@ def train_one_epoch(args, model, train_loader, optimizer, device, progress):
     batches = args.steps_per_epoch * args.gradient_accumulation_steps
     for number, (images, labels) in enumerate(islice(train_loader, batches), 1):
         plumbing.restart_watchdog(args)  # MPI would wait forever for a process that hangs
-        completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: of so many
+        completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: every Nth
         images = images.to(device, WEIGHT_DTYPES[args.precision])
         labels = labels.to(device)
         with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):

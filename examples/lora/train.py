@@ -97,7 +97,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
     sums = progress["sums"]
     first = progress["step"] * args.gradient_accumulation_steps + 1  # counted over the whole run
     for number, (tokens, labels) in enumerate(train_loader, first):
-        completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: of so many
+        completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: every Nth
         seconds = time.perf_counter() - start
         # stop: 0 asks to go on, 1 to save after this step, 2 to save and stop
         request = torch.tensor([plumbing.requested(args, progress, seconds)])

@@ -78,7 +78,7 @@ def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
     # Loss and samples. The same tensor is in progress: what is added here is also in a checkpoint.
     sums = progress["sums"]
     for number, (images, labels) in enumerate(train_loader, 1):
-        completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: of so many
+        completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: every Nth
         seconds = time.perf_counter() - start
         # stop: 0 asks to go on, 1 to save after this step, 2 to save and stop
         request = torch.tensor([plumbing.requested(args, progress, seconds)])

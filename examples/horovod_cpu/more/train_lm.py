@@ -67,7 +67,7 @@ def train_one_epoch(args, model, train_loader, optimizer, progress):
     batches = args.steps_per_epoch * args.gradient_accumulation_steps
     for number, (tokens, labels) in enumerate(islice(train_loader, batches), 1):
         plumbing.restart_watchdog(args)
-        completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: of so many
+        completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: every Nth
         loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
         # horovod: with the last batch of a step, starts to average the gradients over all processes
         (loss / args.gradient_accumulation_steps).backward()
