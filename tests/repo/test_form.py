@@ -46,6 +46,8 @@ def test_two_files_to_read(name: str) -> None:
         assert node.end_lineno - node.lineno < (MAIN if function == "main" else LONGEST), function
         assert len(node.args.args) <= PARAMETERS, function
     assert not re.search(r"# \w+:\s*$", text, re.MULTILINE), "a tag without words"
+    for path in (ROOT / "examples" / name).glob("*.py"):
+        assert path.name in text_of(name, "README.md"), f"the README does not say what {path.name} is for"
     for file, most in LINES.items():
         assert len(text_of(name, file).splitlines()) <= most, file
     for file in ("train.py", *LINES):
