@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def prepare_process(args):
 def check_environment():
     """Refuse variables of the shell that lead to another program or network.
 
-    Variables that should be numbers, and are none, are dropped.
+    Variables that should be numbers, and are none, are dropped, and a TMPDIR that is too long.
     """
     main = sys.modules["__main__"]
     folder = Path(getattr(main, "__file__", "/-")).resolve().parent  # of train.py
@@ -62,6 +63,11 @@ def check_environment():
         first = os.environ.pop(name, "").partition(",")[0].strip()
         if first.isdecimal() and int(first) > 0:
             os.environ[name] = first
+    # Workers of a DataLoader have a socket there, whose path may have 107 bytes, 32 of them after
+    # the folder's. Otherwise they would hang, and all others with them.
+    with contextlib.suppress(OSError):  # no folder is of use
+        if len(os.fsencode(tempfile.gettempdir())) > 107 - 32:
+            tempfile.tempdir = "/tmp"
 
 
 def has_address(interface):

@@ -4,6 +4,7 @@ The functions of plumbing/ are the same in all examples, so most are called righ
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,29 @@ def test_numbers(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None
     monkeypatch.setenv(name, value)
     check_environment()
     assert os.environ.get(name) == NUMBERS[value]
+
+
+LISTEN = """
+from multiprocessing.connection import Listener
+from plumbing.processes import check_environment
+check_environment()
+print(Listener(family="AF_UNIX").address)
+"""
+
+
+@pytest.mark.parametrize("length", [20, 75, 76, 120])
+def test_long_temporary_folder(tmp_path: Path, length: int) -> None:
+    """In a TMPDIR that is too long for a socket's path, loader workers would raise in a thread, and then hang."""
+    folder = Path("/tmp", f"{os.getpid()}-".ljust(length - len("/tmp/"), "x"))
+    folder.mkdir()
+    try:
+        environment = clean_environment() | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+        run = subprocess.run(
+            [sys.executable, "-c", LISTEN], env=environment, capture_output=True, text=True, timeout=300
+        )
+    finally:
+        shutil.rmtree(folder)
+    assert run.returncode == 0 and run.stdout.startswith(f"{folder}/" if length <= 75 else "/tmp/pymp-"), run
 
 
 INTERFACES = {"lo": "", "": "", "lo,": "", "ib0": "ib0", "^docker0,lo": "^docker0", "lo,ib0": "ib0", "=lo": "=lo"}
