@@ -120,6 +120,13 @@ def test_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert calls == ["flushed 100001", "named checkpoint.pt"] * 2
 
 
+def test_folder_that_is_gone(refusing: None, tmp_path: Path) -> None:
+    """Where neither file nor folder answers, as with a stale handle of NFS, a save ends with one line."""
+    (tmp_path / "file").touch()
+    with pytest.raises(RefusedError, match=r"cannot write .* \(\[Errno 20\] Not a directory"):
+        plumbing.write(tmp_path / "file" / "checkpoint.pt", lambda file: file.write(b"x"))
+
+
 def make_lock_folder(path: Path) -> None:
     (path / ".lock").mkdir(parents=True)
 

@@ -53,7 +53,8 @@ def write(path, save):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         if "CUDA error" in str(error):
             raise  # a GPU could not be read
         wrong = f"cannot write {path} ({error}): is the disk full, or your quota?"
