@@ -3,7 +3,7 @@
 # sources it from $code, the job's copy of the program.
 set -eo pipefail
 job="$SLURM_JOB_ID"
-export SLURM_TIME_FORMAT=standard  # of scontrol, whatever the user's shell asks for
+export SLURM_TIME_FORMAT=%s      # of scontrol: seconds, which no time zone has twice
 
 # Forget what SLURM has told another job, in which this one was submitted: srun would keep to its
 # cores and ask for its GPUs, and near the time limit a task of its array would be requeued.

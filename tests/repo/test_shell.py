@@ -307,20 +307,29 @@ def test_notice_before_the_trap(tmp_path: Path) -> None:
 # SLURM says once when the job ends, and then does not answer.
 END = """
 source plumbing/job.sh
-echo "$SLURM_TIME_FORMAT"
 scontrol() {
     [[ ! -e asked ]] || return 1
     touch asked
-    echo "   StartTime=x EndTime=$(date -d "100 seconds ago" +%FT%T) Deadline=N/A"
+    echo "   StartTime=x EndTime=$(command date -d "@$ENDS" "+${SLURM_TIME_FORMAT/standard/%FT%T}") Deadline=N/A"
 }
-for _ in 1 2; do near_end && echo near; done
+date() { if [[ "$*" == +%s ]]; then echo "$NOW"; else command date "$@"; fi; }
+for _ in 1 2; do ! near_end || echo near; done
 """
+ENDS = {  # time zone, when the job ends, and how many seconds before that it is now; near its end or not
+    "soon": ("UTC", 1793514600, 10, True),
+    "later": ("UTC", 1793514600, 60, False),
+    "in the hour that comes again": ("Europe/Berlin", 1792888200, 10, True),
+    "in the hour that has come again": ("America/New_York", 1793514600, 60, False),
+}
 
 
-def test_end_of_a_job(tmp_path: Path) -> None:
-    """It is the last one that is known, and has the format that `date` reads, whatever the user's shell asks for."""
-    run = shell(tmp_path, END, **FIRST | {"SLURM_TIME_FORMAT": "relative"})
-    assert run.stdout == "standard\nnear\nnear\n", run.stdout + run.stderr
+@pytest.mark.parametrize("case", ENDS)
+def test_end_of_a_job(tmp_path: Path, case: str) -> None:
+    """It is the last one that is known, in seconds, whatever the user's shell asks for: an hour may come twice."""
+    zone, ends, before, near = ENDS[case]
+    variables = {"SLURM_TIME_FORMAT": "relative", "TZ": zone, "ENDS": str(ends), "NOW": str(ends - before)}
+    run = shell(tmp_path, END, **FIRST | variables)
+    assert run.stdout == ("near\nnear\n" if near else "") and not run.stderr, run.stdout + run.stderr
 
 
 SUCCEED = """

@@ -339,8 +339,11 @@ def test_whole_nodes(trial: ModuleType, tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setenv(f"SLURM_{name}", value)
     found = {}
     for asked in ("TresPerNode=gres:gpu:a100:2", "TresPerNode=gres/gpu:2", "TresPerTask=cpu=4"):
-        monkeypatch.setattr(trial, "ask", lambda *_, asked=asked: f"JobId=1 JobName=x\n   {asked}\n   WorkDir=/gpu:1\n")
-        found[asked] = trial.read_job().gpus
+        shown = f"JobId=1 JobName=x\n   EndTime=1793514600 Deadline=N/A\n   {asked}\n   WorkDir=/gpu:1\n"
+        monkeypatch.setattr(trial, "ask", lambda *_, shown=shown: shown)
+        job = trial.read_job()
+        found[asked] = job.gpus
+        assert job.end == 1793514600 - trial.RESERVE
         (tmp_path / "trial-1").rmdir()
     assert list(found.values()) == [2, 2, 4], found
 
@@ -366,7 +369,7 @@ def test_time_that_is_left(trial: ModuleType, tmp_path: Path, monkeypatch: pytes
     trial.work(job)  # as after a requeue
     assert done == ["one", "requeue"]
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
-    assert trial.ask("printenv", "SLURM_TIME_FORMAT") == "standard\n", "in which the end of the job is read"
+    assert trial.ask("printenv", "SLURM_TIME_FORMAT") == "%s\n", "in which the end of the job is read"
 
 
 def test_started_otherwise() -> None:

@@ -107,8 +107,8 @@ near_end() {
     noticed="${noticed:-$SECONDS}"
     said="$(scontrol show job "$job" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p')" || said=""
     ends="${said:-${ends:-}}"    # the controller may not answer for a moment
-    if [[ "$ends" == *T* ]]; then
-        [[ "$(date +%s)" -ge $(($(date -d "$ends" +%s) - 20)) ]]
+    if [[ "$ends" =~ ^[0-9]+$ ]]; then
+        [[ "$(date +%s)" -ge $((ends - 20)) ]]
     else                         # without a limit or an answer, as if it was 65 seconds away
         [[ "$ends" != Unknown && $((SECONDS - noticed)) -ge 45 ]]
     fi
