@@ -522,6 +522,19 @@ def test_image_of_jupyter(tmp_path: Path) -> None:
         assert done.returncode == 2 and says in done.stderr, done
 
 
+EMPTIED = """
+export task="$$"
+source plumbing/job.sh
+until_asked_to_stop bash -c 'rm -r "${STOP_FILE%/*}"; kill -USR1 "$task"; sleep 0.5; ls "$STOP_FILE"'
+"""
+
+
+def test_temporary_folder_is_emptied(tmp_path: Path) -> None:
+    """A task whose /tmp is emptied, as some sites do each week, still hears that it has to stop, and ends well."""
+    run = shell(tmp_path, EMPTIED)
+    assert (run.returncode, run.stderr) == (0, "") and run.stdout.endswith("/stop\n"), run
+
+
 @pytest.mark.parametrize("folder", ["/nonexistent", "", "/proc"])
 def test_temporary_folder(tmp_path: Path, folder: str) -> None:
     """A TMPDIR in which nothing can be made, as one of another node, does not end the task."""

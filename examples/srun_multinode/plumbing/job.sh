@@ -354,10 +354,11 @@ until_asked_to_stop() {
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5
     folder="$(mktemp -d 2>/dev/null)" || folder="$(mktemp -d -p /tmp)"  # TMPDIR may not exist here
     export STOP_FILE="$folder/stop" PET_SIGNALS_TO_HANDLE=SIGINT
-    trap 'touch "$STOP_FILE"; signalled=yes' USR1 TERM
+    # Something may have emptied /tmp meanwhile.
+    trap 'signalled=yes; mkdir -p "$folder" && touch "$STOP_FILE" || true' USR1 TERM
     (trap "" USR1 TERM; "$@") &
     wait_for "$!"
-    rm -r "$folder"
+    rm -rf "$folder"
     exit "$status"
 }
 
