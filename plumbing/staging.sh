@@ -40,7 +40,7 @@ stage_data() {
         sleep 1
     done
     rm "$STAGE_MARK"
-    echo "run.slurm: copied ${paths[*]} to $STAGE_DIR on $SLURM_JOB_NUM_NODES nodes in $SECONDS s"
+    say "copied ${paths[*]} to $STAGE_DIR on $SLURM_JOB_NUM_NODES nodes in $SECONDS s"
 }
 
 # On each node: copy $@, wait, and remove the copies when the job ends, also where it is cancelled

@@ -172,6 +172,15 @@ def test_copy_on_a_full_disk(tmp_path: Path) -> None:
     )
 
 
+def test_log_on_a_full_disk(tmp_path: Path) -> None:
+    """A job that starts again goes on where its log takes no more lines, such as in a home folder that is full."""
+    touch(tmp_path, "train.py")
+    assert job(tmp_path).returncode == 0
+    script = "exec >/dev/full\n" + JOB.replace('echo "code: $code"', "echo went on >&2")
+    run = shell(tmp_path, script, **FIRST | {"SLURM_RESTART_COUNT": "1"})
+    assert run.returncode == 0 and run.stderr.endswith("No space left on device\nwent on\n"), run
+
+
 # ---- A job's id that comes again ----
 
 AGAIN: dict[str, tuple[dict[str, str], bool]] = {  # variables of a second start in the folder, and whether it goes on

@@ -49,6 +49,10 @@ fail() {                         # end with one line that says what is wrong
     exit 2
 }
 
+say() {                          # print a line; that the log's disk is full does not end the job
+    echo "run.slurm: $1" || true
+}
+
 # Check the environment, which must have the Python modules $@, and claim the output folder.
 # It sets gpus, the number of each node, output, the folder, and code, the copy of the program.
 prepare() {
@@ -114,7 +118,7 @@ for name in (*sys.argv[1:], 'torch', 'numpy'):
 ($(last_line "$found")): see container.def or README.md"
     found="$(grep "^/" <<<"$found" | sort -u | paste -sd " ")" || true
     [[ -z "$found" ]] ||
-        echo "run.slurm: by PYTHONPATH or from your home, not from ${IMAGE:-$VENV}, come: $found"
+        say "by PYTHONPATH or from your home, not from ${IMAGE:-$VENV}, come: $found"
 }
 
 # Print the last line of $1, what a program has said. That srun's task has failed is no reason.

@@ -42,7 +42,7 @@ keep_program() {
             cmp -s "$code/$file" "./$file" || edited+=" $(printf %q "$file")"
         done < <(find "$code" -type f ! -name "*.pyc" ! -name .commit -printf "%P\0")
         [[ -z "$edited" ]] || edited="; changed since, for new jobs only:$edited"
-        echo "run.slurm: running $code, as it first started$edited"
+        say "running $code, as it first started$edited"
         return
     fi
     rm -rf "$code.part"
@@ -50,7 +50,7 @@ keep_program() {
     left_out=""
     copy_program . "$code.part"
     [[ -z "$left_out" ]] ||
-        echo "run.slurm: not in the copy of the program, since neither file nor folder:$left_out"
+        say "not in the copy of the program, since neither file nor folder:$left_out"
     git describe --always --dirty --abbrev=40 --exclude="*" >"$code.part/.commit" 2>/dev/null ||
         true                     # there is no git
     mv "$code.part" "$code"
@@ -123,7 +123,7 @@ requeue() {
         echo "run.slurm: error: $reason: not requeued again; raise --time" >&2
         return 1
     fi
-    echo "run.slurm: requeueing job $job"
+    say "requeueing job $job"
     ask_to_requeue || succeed || {
         echo "run.slurm: error: the requeue failed, see above" >&2
         return 1
@@ -162,7 +162,7 @@ succeed() {
     )" || return 1
     successor="${successor##*$'\n'}"  # some sites' sbatch says more, before the id
     successor="${successor%%;*}"
-    echo "run.slurm: SLURM refuses to requeue job $job: job $successor will continue it, in $log"
+    say "SLURM refuses to requeue job $job: job $successor will continue it, in $log"
 }
 
 # Set `options` to those of sbatch which this job has, and which may not stand in run.slurm.
