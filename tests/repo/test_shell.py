@@ -497,21 +497,23 @@ IMAGE=""
 source plumbing/job.sh
 scontrol() { :; }
 prepare json
-python -c 'import os, sys; print([name for name in sys.argv[1:] if name in os.environ])' PYTHONHOME PYTHONSAFEPATH
+python -c 'import os, sys; print([name for name in sys.argv[1:] if name in os.environ])' {names}
 """
 
 
 def test_python_variables(tmp_path: Path) -> None:
-    """PYTHONHOME and PYTHONSAFEPATH do not reach a job; a numpy that comes by PYTHONPATH is named."""
+    """These variables do not reach a job's steps; a numpy that comes by PYTHONPATH is named."""
     touch(tmp_path, "train.py", "other/numpy/__init__.py")
     variables = FIRST | {"VENV": sys.prefix, "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_NUM_NODES": "1"}
-    variables |= {"PYTHONHOME": str(tmp_path), "PYTHONSAFEPATH": "1", "PYTHONPATH": str(tmp_path / "other")}
-    run = shell(tmp_path, PREPARE, **variables)
+    lost = {"PYTHONHOME": str(tmp_path), "PYTHONSAFEPATH": "1", "SLURM_TIMELIMIT": "1:00", "SLURM_GRES": "gpu:1"}
+    variables |= lost | {"PYTHONPATH": str(tmp_path / "other")}
+    script = PREPARE.replace("{names}", " ".join(lost))
+    run = shell(tmp_path, script, **variables)
     assert run.returncode == 0 and run.stdout.splitlines() == [
         f"run.slurm: by PYTHONPATH or from your home, not from {sys.prefix}, come: {tmp_path}/other/numpy/__init__.py",
         "[]",
     ], run.stdout + run.stderr
-    quiet = shell(tmp_path, PREPARE, **variables | {"PYTHONPATH": str(tmp_path), "SLURM_JOB_ID": "8"})
+    quiet = shell(tmp_path, script, **variables | {"PYTHONPATH": str(tmp_path), "SLURM_JOB_ID": "8"})
     assert quiet.returncode == 0 and quiet.stdout == "[]\n", quiet.stdout + quiet.stderr
 
 

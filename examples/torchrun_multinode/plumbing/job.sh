@@ -65,6 +65,8 @@ prepare() {
     unset PYTHONHOME PYTHONSAFEPATH
     # One may be of another job, in which this one was submitted: with two of them srun refuses.
     unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
+    # For srun in the user's shell: the job's step would end so early, with so few GPUs.
+    unset SLURM_TIMELIMIT SLURM_GRES
     if [[ "$IMAGE" == pyxis:* ]]; then
         [[ "$(srun --help)" == *--container-image* ]] ||
             fail "IMAGE=$IMAGE: srun has no --container-image here, so this site has no pyxis"
