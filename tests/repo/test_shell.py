@@ -506,6 +506,7 @@ def test_python_variables(tmp_path: Path) -> None:
     touch(tmp_path, "train.py", "other/numpy/__init__.py")
     variables = FIRST | {"VENV": sys.prefix, "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_NUM_NODES": "1"}
     lost = {"PYTHONHOME": str(tmp_path), "PYTHONSAFEPATH": "1", "SLURM_TIMELIMIT": "1:00", "SLURM_GRES": "gpu:1"}
+    lost |= {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "GOMP_CPU_AFFINITY": "0", "KMP_AFFINITY": "compact"}
     variables |= lost | {"PYTHONPATH": str(tmp_path / "other")}
     script = PREPARE.replace("{names}", " ".join(lost))
     run = shell(tmp_path, script, **variables)

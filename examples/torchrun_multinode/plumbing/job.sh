@@ -63,6 +63,9 @@ prepare() {
     export SLURM_EXPORT_ENV=ALL  # srun passes the environment on, whatever a site's default is
     # The first belongs to another Python; with the second train.py would not find its own folder.
     unset PYTHONHOME PYTHONSAFEPATH
+    # They would bind each process to its first core when it imports torch, which with torchrun is
+    # the same for all of a node, and its loader workers with it.
+    unset OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY KMP_AFFINITY
     # One may be of another job, in which this one was submitted: with two of them srun refuses.
     unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
     # For srun in the user's shell: the job's step would end so early, with so few GPUs.
