@@ -341,6 +341,30 @@ def test_end_of_a_job(tmp_path: Path, case: str) -> None:
     assert run.stdout == ("near\nnear\n" if near else "") and not run.stderr, run.stdout + run.stderr
 
 
+NOTICED = r"""
+source plumbing/job.sh
+private=.
+timeout() { shift; "$@"; }
+scontrol() { printf '   StartTime=x EndTime=%s Deadline=N/A\n' "$ENDS"; }
+squeue() { [[ "${SQUEUE_STATES:-RUNNING}" != RUNNING ]] || echo "$ENDS"; }
+{function}
+near_time_limit
+cat ends
+date +%s
+"""
+
+
+@pytest.mark.parametrize("ends", ["1793514600", "Unknown"])
+def test_end_of_jupyter(tmp_path: Path, ends: str) -> None:
+    """JupyterLab hears when its job ends, whatever the user has squeue show; without an answer it is in 300 s."""
+    script = (ROOT / "jupyter" / "run.slurm").read_text()
+    (function,) = re.findall(r"^near_time_limit\(\).*?^}", script, re.MULTILINE | re.DOTALL)
+    run = shell(tmp_path, NOTICED.replace("{function}", function), ENDS=ends, SQUEUE_STATES="PENDING")
+    assert run.returncode == 0 and not run.stderr, run
+    found, now = map(int, run.stdout.split())
+    assert found == 1793514600 if ends.isdecimal() else 0 <= now + 300 - found < 60
+
+
 SUCCEED = """
 source plumbing/job.sh
 scontrol() { :; }
