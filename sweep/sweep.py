@@ -310,7 +310,11 @@ class Task:
 
     def requeue(self, why: str) -> None:
         """Have SLURM start this task again; its trial, if it has one, stays its own."""
-        asked = subprocess.run(["scontrol", "requeue", own_task()], capture_output=True, text=True)
+        for pause in (5, 5, 0):  # SLURM may be without its controller for a moment
+            asked = subprocess.run(["scontrol", "requeue", own_task()], capture_output=True, text=True)
+            if not re.search("nable to contact|timed out|refused|not responding", asked.stderr):
+                break
+            time.sleep(pause)
         if asked.returncode:
             refusal = f"SLURM refuses to requeue the task ({asked.stderr.strip()})"
             raise SweepError(f"{why}: {refusal}: submit the same sweep again, to go on")

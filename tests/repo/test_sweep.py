@@ -229,6 +229,17 @@ def test_stopped(sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 os.killpg(run.pid, signal.SIGKILL)
 
 
+def test_controller_that_is_away(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task asks again to be requeued if SLURM's controller does not answer for a moment."""
+    away = "Unable to contact slurm controller (connect failure) for job 7_1"
+    answers = [Namespace(returncode=1, stderr=away), Namespace(returncode=0, stderr="")]
+    monkeypatch.setattr(sweep.subprocess, "run", lambda *_, **__: answers.pop(0))
+    monkeypatch.setattr(sweep.time, "sleep", lambda _: None)
+    task = Namespace(requeued=False)
+    sweep.Task.requeue(task, "the time limit is near")
+    assert task.requeued and not answers
+
+
 @pytest.mark.parametrize("name", [b"\xc3\xa9" * 7 + b"\xc3", b"\xff) R 1 (", b") Z 7 7\n", b"", b"\xf0\x9f\x98"])
 def test_children_beside_odd_names(sweep: ModuleType, tmp_path: Path, name: bytes) -> None:
     """A process of anybody may have any name, of which the kernel keeps 15 bytes: children are found all the same."""
