@@ -88,8 +88,10 @@ def make_steps(model, optimizer):
         """Return (loss times samples, samples) of this process's batch."""
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(losses(model(images, training=True), labels))
+            # What layers of yours add, such as kernel_regularizer="l2".
+            total = loss + sum(tf.cast(part, loss.dtype) for part in model.losses)
         tape = hvd.DistributedGradientTape(tape, op=hvd.Average)  # horovod: changes gradient()
-        gradients = tape.gradient(loss, weights)  # horovod: averages them over all processes
+        gradients = tape.gradient(total, weights)  # horovod: averages them over all processes
         optimizer.apply(gradients, model.trainable_variables)
         samples = tf.cast(len(labels), tf.float64)
         return tf.stack([tf.cast(loss, tf.float64) * samples, samples])
@@ -190,6 +192,7 @@ def main(args):
 
     # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
     model = make_model()
+    model(train_set[np.array([0])][0])  # a model of yours may only now make its weights
     # PyTorch's defaults.
     optimizer = keras.optimizers.AdamW(args.lr, weight_decay=0.01, epsilon=1e-8)
     optimizer.build(model.trainable_variables)
