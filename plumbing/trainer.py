@@ -10,18 +10,21 @@ def begin_training(trainer, progress):
 
     The module calls this in on_train_start, when the checkpoint is loaded.
     """
-    from lightning.pytorch.callbacks import StochasticWeightAveraging
-    from torch.utils.data import RandomSampler, SequentialSampler
+    from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 
-    loader = trainer.train_dataloader
-    source = getattr(loader, "batch_sampler", None)  # beside one, loader.sampler has no effect
-    sampler = getattr(loader if source is None else source, "sampler", None)
-    if trainer.world_size > 1 and isinstance(sampler, (RandomSampler, SequentialSampler)):
+    if trainer.world_size > 1 and reads_all(trainer.train_dataloader):
         advice = "give it a DistributedSampler"
         fail(f"each process would train with all samples of your DataLoader: {advice}")
+    if trainer.world_size > 1 and reads_all(trainer.val_dataloaders):
+        wrong = "each process would test with all samples of your DataLoader, which are then summed"
+        fail(f"{wrong}: give it sampler=shard, as train.py does")
     if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
         wrong = "StochasticWeightAveraging changes the model after its last evaluation"
         fail(f"{wrong}: take WeightAveraging, whose average is what is evaluated")
+    if any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):
+        wrong = "a callback unfreezes weights that would not be averaged over processes, and that"
+        advice = "train them from the start, in a group with a lower learning rate"
+        fail(f"{wrong} a resumed run would freeze again: {advice}")
     # The one that writes checkpoint.pt comes last: it saves what the others know after an epoch.
     trainer.callbacks.sort(key=lambda callback: getattr(callback, "FILE_EXTENSION", "") == ".pt")
     if not progress["history"]:
@@ -32,6 +35,18 @@ def begin_training(trainer, progress):
     # Otherwise a run that had stopped early would train for one more epoch after each resume.
     stopped = [callback.stopping_reason.value for callback in trainer.early_stopping_callbacks]
     trainer.should_stop = any(stopped)
+
+
+def reads_all(loaders):
+    """Return whether a DataLoader, or one of several in lists and dicts, is not for a process."""
+    from torch.utils.data import RandomSampler, SequentialSampler
+
+    for loader in sys.modules["torch"].utils._pytree.tree_leaves(loaders):
+        source = getattr(loader, "batch_sampler", None)  # beside one, loader.sampler has no effect
+        sampler = getattr(loader if source is None else source, "sampler", None)
+        if isinstance(sampler, (RandomSampler, SequentialSampler)):
+            return True
+    return False
 
 
 def step_plateau(config, history):

@@ -145,7 +145,8 @@ def test_processes_are_not_forked(example: str, folder: Path) -> None:
 def trainer_with(**more: Any) -> SimpleNamespace:
     """Return what plumbing looks at in a Trainer of two processes."""
     found = {"world_size": 2, "train_dataloader": [], "callbacks": [], "early_stopping_callbacks": []}
-    return SimpleNamespace(**found | {"lr_scheduler_configs": [], "should_stop": False} | more)
+    found |= {"val_dataloaders": None, "lr_scheduler_configs": [], "should_stop": False}
+    return SimpleNamespace(**found | more)
 
 
 @pytest.mark.usefixtures("refusing")
@@ -163,8 +164,15 @@ def test_what_is_added_to_the_trainer(example: str, capsys: pytest.CaptureFixtur
     begin(trainer_with(train_dataloader=DataLoader([1, 2], sampler=sampler)), {"history": []})
     batches = DataLoader([1, 2], batch_sampler=BatchSampler(sampler, 1, drop_last=True))
     begin(trainer_with(train_dataloader=batches), {"history": []})
+    with pytest.raises(RefusedError, match="all samples of your DataLoader: give it a DistributedSampler"):
+        begin(trainer_with(train_dataloader={"a": batches, "b": [DataLoader([1, 2])]}), {"history": []})
+    with pytest.raises(RefusedError, match="test with all samples .* give it sampler=shard"):
+        begin(trainer_with(val_dataloaders=DataLoader([1, 2])), {"history": []})
+    begin(trainer_with(val_dataloaders=DataLoader([1, 2], sampler=range(0, 2, 2))), {"history": []})
     with pytest.raises(RefusedError, match="StochasticWeightAveraging .* take WeightAveraging"):
         begin(trainer_with(callbacks=[callbacks.StochasticWeightAveraging(0.1)]), {"history": []})
+    with pytest.raises(RefusedError, match="would freeze again: train them from the start, in a group"):
+        begin(trainer_with(callbacks=[callbacks.BackboneFinetuning()]), {"history": []})
 
     ours, theirs = callbacks.ModelCheckpoint("x"), callbacks.ModelCheckpoint("y")
     ours.FILE_EXTENSION = ".pt"

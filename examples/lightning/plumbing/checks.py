@@ -823,7 +823,8 @@ def judge_weights(found):
                 continue
             what = f"{name} of rank {number} differs from that of rank 0"
             advice = "add and unfreeze layers before DDP or hvd.DistributedOptimizer is made"
-            advice = f"{advice}, train the model that DDP returns, and take each step on all ranks"
+            advice = f"{advice}, train the model that DDP returns, and take each step, at the same"
+            advice = f"{advice} learning rate, on all ranks"
             if name in gradients:
                 advice = "use all weights in each batch on all ranks, or take --zero-stage 0"
             goes_on = "ALLOW_OTHER_WEIGHTS=1 in the environment goes on"
