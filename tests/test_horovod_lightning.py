@@ -55,7 +55,7 @@ def test_scheduler_of_parts(example: str, folder: Path) -> None:
 
 
 ASK = """
-import argparse, plumbing, torch, train
+import argparse, os, plumbing, torch, train
 args = argparse.Namespace(timeout=60, precision="fp32", epochs=1, batch_size=64, global_batch=None,
                           gradient_accumulation_steps=1, max_grad_norm=None, logger=None, output_dir="output")
 plumbing.prepare_process(args)
@@ -72,7 +72,13 @@ answers = [
     strategy.broadcast({"from": rank}, src=1), strategy.broadcast(None if rank else [3]),
     strategy.reduce_boolean_decision(rank == 0), strategy.reduce_boolean_decision(rank == 0, all=False),
 ]
+if rank == 0:
+    os.makedirs("output")
+    torch.save("saved", "output/checkpoint.pt")
 strategy.barrier()
+io = strategy.checkpoint_io
+io.checkpoint = "kept"  # what resume() has read; whoever asks later, such as trainer.test, gets the file
+answers += [io.load_checkpoint("output/checkpoint.pt") for _ in range(2)]
 print(rank, answers, flush=True)
 plumbing.launchers.disconnect()
 """
@@ -84,7 +90,7 @@ def test_strategy(example: str, folder: Path) -> None:
     run = runs.Run(["horovodrun", "--gloo", "-np", "2", "python", "ask.py"], folder).wait()
     assert run.status == 0, run.stderr
     same = "[3.0, 6.0], [3.0, 6.0], [1.5, 3.0], 'no tensor', [2.0, 4.0], [1.0, 2.0], "
-    same += "[[1.0, 2.0], [2.0, 4.0]], {'from': 1}, [3], False, True"
+    same += "[[1.0, 2.0], [2.0, 4.0]], {'from': 1}, [3], False, True, 'kept', 'saved'"
     expected = [f"0 [2, 0, 0, True, {same}]", f"1 [2, 1, 0, False, {same}]"]
     assert sorted(run.stdout.splitlines()) == expected, run.stderr
 

@@ -34,7 +34,8 @@ def test_in_an_allocation(example: str, folder: Path, reference: Reference) -> N
     """With SLURM's variables but without srun it trains on this node, and resumes to the same bits.
 
     Once as in a batch script, once as in a shell that `srun --pty` has started, or in a notebook whose kernel has used
-    Lightning. Lightning's loggers, asked for, log what metrics.csv has; the reference run leaves nothing of theirs.
+    Lightning. Lightning's loggers, asked for, log what metrics.csv has; the reference run leaves nothing of theirs. The
+    checkpoint can be read once more after fit.
     """
     batch = ALLOCATION | {"SLURM_STEP_ID": "4294967291"}
     shell = ALLOCATION | {"SLURM_STEP_ID": "0", "SLURM_PTY_PORT": "40000"}
@@ -46,6 +47,9 @@ def test_in_an_allocation(example: str, folder: Path, reference: Reference) -> N
     for name in ("train_loss", "test_loss", "test_accuracy"):
         values = [float(row[name]) for row in logged if row[name]]
         assert values == pytest.approx([row[name] for row in outputs.read_metrics(folder / "output")], rel=1e-6), name
+    line = "    trainer.fit(model, train_loader, test_loader, ckpt_path=path)\n"
+    again = line.replace("fit(model, train_loader,", "validate(model,").replace("=path", '="best", verbose=False')
+    edits.edit(folder / "train.py", line, line + again)
     run = runs.train(example, folder, 2, "--resume", "--logger", "TensorBoardLogger", **shell, **KERNEL)
     assert "continuing after epoch 2 of 5" in run.stdout
     assert list(logs.glob("version_1/events.out.tfevents.*"))

@@ -141,9 +141,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return plumbing.write_checkpoint(self.args, checkpoint)  # as a whole or not at all
 
     def load_checkpoint(self, path, **options):
-        if os.path.realpath(path) != self.path:
-            return super().load_checkpoint(path, **options)
         checkpoint, self.checkpoint = self.checkpoint, None  # kept no longer than it is needed
+        if os.path.realpath(path) != self.path or checkpoint is None:  # of trainer.test, perhaps
+            return super().load_checkpoint(path, **options)
         return checkpoint
 
 
