@@ -6,7 +6,8 @@ from keras import Input, Sequential, layers
 def own_model():
     """Return a model with BatchNorm and dropout.
 
-    EDIT: it makes logits (B, 10) of images (B, 28, 28, 1).
+    EDIT: it makes logits (B, 10) of images (B, 28, 28, 1). The loss has the softmax, so the last
+    layer has none.
     """
     head = [layers.Flatten(), layers.Dropout(0.3), layers.Dense(10)]
     return Sequential([Input((28, 28, 1)), *block(32), *block(64), *head], name="OwnModel")

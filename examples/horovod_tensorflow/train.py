@@ -192,7 +192,8 @@ def main(args):
 
     # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
     model = make_model()
-    model(train_set[np.array([0])][0])  # a model of yours may only now make its weights
+    # A model of yours may only now make its weights.
+    plumbing.check_output(model(train_set[np.array([0])][0]))
     # PyTorch's defaults.
     optimizer = keras.optimizers.AdamW(args.lr, weight_decay=0.01, epsilon=1e-8)
     optimizer.build(model.trainable_variables)

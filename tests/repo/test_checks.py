@@ -636,9 +636,21 @@ def test_labels_and_outputs(checks: ModuleType, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
     inputs = np.zeros((len(labels), 2))
     checks.look_at_data(Namespace(), Data(inputs, labels), Data(inputs, labels), False)
-    message = checks.wrong_labels(Namespace(shape=shape))
+    message = checks.wrong_output(np.zeros(shape))
     assert (message is not None) == refused, message
     assert not refused or f"the model has {shape[1]} outputs: cross_entropy (train.py:1)" in message
+
+
+def test_softmax_in_the_model(checks: ModuleType) -> None:
+    """A model that ends in softmax is refused, since cross_entropy computes it as well; other outputs are not."""
+    import torch
+
+    inputs = np.zeros((len(Y), 2))
+    checks.look_at_data(Namespace(), Data(inputs, Y), Data(inputs, Y), False)
+    logits = torch.randn(1, 10, requires_grad=True)
+    for output in (logits, logits.log_softmax(1), logits.sigmoid(), logits * math.nan):
+        assert checks.wrong_output(output) is None
+    assert "add up to 1, as softmax makes them" in checks.wrong_output(logits.softmax(1))
 
 
 class OnDisk(list):

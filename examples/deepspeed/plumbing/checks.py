@@ -581,8 +581,8 @@ def lines_with(pattern):
     return ", ".join(f"{name}:{number}" for number in numbers)
 
 
-def wrong_labels(output):
-    """Return an error message if the model has no output for some of the labels, or None."""
+def wrong_output(output):
+    """Return an error message if a model's output does not fit the labels and the loss, or None."""
     shape = tuple(getattr(output, "shape", ()))
     loss = lines_with(CROSS_ENTROPY)
     if len(shape) != 2 or "least" not in labels_of_all or not loss or lines_with("ignore_index"):
@@ -591,7 +591,11 @@ def wrong_labels(output):
     most = labels_of_all["most"]
     _, outputs = shape
     if least >= 0 and most < outputs:
-        return None
+        values = array(output)
+        if not (outputs > 1 and values.min() >= 0 and abs(values.sum(1) - 1).max() <= 1e-5):
+            return None
+        wrong = "the model's outputs add up to 1, as softmax makes them"
+        return f"{wrong}, which cross_entropy ({loss}) does as well: leave it out of the model"
     wrong = f"labels are from {least} to {most}, and the model has {outputs} outputs"
     need = f"cross_entropy ({loss}) needs labels from 0 to {outputs - 1}"
     advice = "Change the labels where the data are read, or the number of the model's outputs"

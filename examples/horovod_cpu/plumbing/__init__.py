@@ -30,7 +30,7 @@ from .launchers import (
     restart_watchdog,
     set_timeout,
 )
-from .models import compile_in_place, fix_summation_order, uncompiled
+from .models import check_output, compile_in_place, fix_summation_order, uncompiled
 from .processes import check_gpu, prepare_process, quiet_lightning
 from .records import finish, original, plural, print_epoch, print_header, run_id
 from .settings import (

@@ -32,15 +32,20 @@ def fix_summation_order(ddp_model, zeros):
         wrong = f"the model does not take what train.py gives fix_summation_order, {given}"
         fail(f"{wrong} ({where}): edit that line, so that it is as your model's input")
     output = getattr(output, "logits", output)  # models of transformers return an object
-    message = checks.wrong_labels(output)
-    if message:
-        fail(message)
+    check_output(output)
     # Models for segmentation, for instance, return several tensors in a dict.
     parts, _ = torch.utils._pytree.tree_flatten(output)
     tensors = [part for part in parts if getattr(part, "requires_grad", False)]
     torch.autograd.backward([tensor.sum() for tensor in tensors])
     ddp_model.zero_grad()
     ddp_model.train()
+
+
+def check_output(output):
+    """Refuse a model whose output does not fit the labels and the loss."""
+    message = checks.wrong_output(output)
+    if message:
+        fail(message)
 
 
 def last_own_line(frames):
