@@ -226,6 +226,33 @@ def test_input_that_a_model_does_not_take(tmp_path: Path, monkeypatch: pytest.Mo
         plumbing.fix_summation_order(model, torch.zeros(1, 3, 28, 28))
 
 
+def test_weights_of_training_alone() -> None:
+    """In the pass on zeros an LSTM trains, as cuDNN needs it, no other layer does, and each weight gets a gradient."""
+    import torch
+    from torch import nn
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.norm, self.last = nn.LSTM(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)
+            self.more, self.number = nn.Linear(3, 2), nn.Parameter(torch.tensor(1.0, dtype=torch.cfloat))
+            self.trained: set[str] = set()
+            for name, weight in self.named_parameters():
+                weight.register_post_accumulate_grad_hook(lambda _, name=name: self.trained.add(name))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.modes = [module.training for module in (self.lstm, self.norm, self)]
+            last = self.last(self.norm(self.lstm(inputs)[0][-1]))
+            return last + self.more(inputs[0, :, :3]) * self.number.real if self.training else last
+
+    model = Model()
+    plumbing.fix_summation_order(model, torch.zeros(5, 1, 4))
+    assert model.modes == [True, False, False]
+    assert model.trained == {name for name, _ in model.named_parameters()}
+    assert all(module.training for module in model.modules())
+    assert not any(weight.grad is not None for weight in model.parameters())
+
+
 def test_other_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """All other exceptions are shown as before; of a loader worker's DataError the last line is."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)

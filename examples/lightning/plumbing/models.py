@@ -18,6 +18,9 @@ def fix_summation_order(ddp_model, zeros):
     import torch
 
     ddp_model.eval()  # leaves the statistics of BatchNorm layers unchanged
+    for layer in ddp_model.modules():
+        if isinstance(layer, torch.nn.RNNBase):
+            layer.train()  # GPUs: cuDNN computes no gradients of an LSTM or a GRU in eval mode
     try:
         output = ddp_model(zeros)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
@@ -35,8 +38,12 @@ def fix_summation_order(ddp_model, zeros):
     check_output(output)
     # Models for segmentation, for instance, return several tensors in a dict.
     parts, _ = torch.utils._pytree.tree_flatten(output)
-    tensors = [part for part in parts if getattr(part, "requires_grad", False)]
-    torch.autograd.backward([tensor.sum() for tensor in tensors])
+    sums = [part.sum() for part in parts if getattr(part, "requires_grad", False)]
+    if not getattr(ddp_model, "find_unused_parameters", False):
+        # DDP waits for the gradients of all weights, also of those that are used in training alone.
+        weights = [weight for weight in ddp_model.parameters() if weight.requires_grad]
+        sums += [weight.reshape(-1)[:0].abs().sum() for weight in weights]
+    torch.autograd.backward(sums)
     ddp_model.zero_grad()
     ddp_model.train()
 
