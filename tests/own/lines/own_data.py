@@ -27,7 +27,7 @@ class Lines(Dataset):
             with open(path, "rb") as file:
                 ends.append(np.fromiter(map(len, file), "int64").cumsum())
         self.file_of = np.repeat(np.arange(len(ends)), [len(part) for part in ends])
-        self.starts = np.concatenate([np.append(0, part[:-1]) for part in ends])
+        self.starts = np.concatenate([np.append(0, part)[:-1] for part in ends])
         self.ends = np.concatenate(ends)
 
     def __len__(self):
