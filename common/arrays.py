@@ -140,12 +140,12 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 
 def _wrong_images(images: np.ndarray, size: tuple) -> str | None:
     """Return what is wrong with an array of images, or None."""
-    height, width = size
     are_numbers = images.dtype.kind in "biuf"
-    if images.shape[1:] != (height, width):
-        expected = f"expected (N, {height}, {width})"
-        if are_numbers and images.ndim > 1 and images[:1].size == height * width:
-            expected += f": save images.reshape(-1, {height}, {width})"
+    if images.shape[1:] != tuple(size):
+        numbers = ", ".join(map(str, size))
+        expected = f"expected (N, {numbers})"
+        if are_numbers and images.ndim > 1 and images[:1].size == math.prod(size):
+            expected += f": save images.reshape(-1, {numbers})"
         return f"images have the shape {images.shape}; {expected}"
     if not len(images):
         return "there are no images; expected 1 or more"

@@ -117,6 +117,19 @@ def test_arrays(own_data: dict[str, Any], tmp_path: Path, change: Callable, text
     refused(own_data, tmp_path, str(tmp_path / "train.npz"), *texts)
 
 
+def test_colour(tmp_path: Path) -> None:
+    """Images with a colour channel are read if their size says so; otherwise the line names it."""
+    import numpy as np
+
+    from common import data
+
+    right = arrays()
+    path = save(tmp_path, images=np.stack([right["images"]] * 3, -1))
+    assert data.labelled_images(path, 10, (28, 28, 3))[0].shape == (60, 28, 28, 3)
+    with pytest.raises(data.DataError, match=r"expected \(N, 28, 28, 1\)"):
+        data.labelled_images(path, 10, (28, 28, 1))
+
+
 RIGHT = {
     "as they have to be": lambda np, x, y: {},
     "compressed": lambda np, x, y: {"compressed": True},
@@ -252,7 +265,9 @@ SAMPLES: dict[str, tuple[str, Sequence[str]]] = {
     "label below": ("torch.rand(1, 28, 28), -1", ["the label -1; expected"]),
     "label between": ("torch.rand(1, 28, 28), 2.5", ["the label 2.5; expected whole numbers"]),
     "label of NumPy": ("torch.rand(1, 28, 28), np.float32(2)", ["the label 2.0; expected whole numbers"]),
+    "label of uint16": ("torch.rand(1, 28, 28), np.uint16(10)", ["the label 10; expected whole numbers from 0 to 9"]),
     "label as text": ("torch.rand(1, 28, 28), '3'", ["expected an image and its label, in numbers"]),
+    "mirrored": ("torch.rand(1, 28, 28), np.arange(3)[::-1]", ["in numbers (At least one stride"]),
     "one-hot": ("torch.rand(1, 28, 28), torch.eye(10)[3]", ["a label of shape (10,); expected ()"]),
     "a mask": ("torch.rand(1, 28, 28), torch.ones(28, 28).long()", ["a label of shape (28, 28); expected ()"]),
 }
@@ -298,17 +313,28 @@ def test_right_samples(tmp_path: Path, text: str) -> None:
     assert (images.shape, str(images.dtype), labels.tolist()) == ((2, 1, 28, 28), "torch.float32", [3, 3])
 
 
+def test_file_that_stays_open(tmp_path: Path) -> None:
+    """What sample() opens and keeps is not open in the data set: loader workers would inherit it, with its place."""
+    save(tmp_path)
+    opened = "setattr(self, 'file', open('/dev/null')) or (torch.rand(1, 28, 28), 3)"
+    for part in with_sample(tmp_path, opened)["load"]("digits", tmp_path):
+        assert not hasattr(part, "file")
+        part[[0]]
+        part.file.close()
+
+
 def test_ignored() -> None:
     """A mask with 255 is refused with a line that says how to leave these pixels out, and then taken, but no 254."""
     import torch
 
     from common import data
 
-    image, mask = torch.rand(3, 2, 2), torch.tensor([[0, 2], [255, 255]], dtype=torch.uint8)
     words = (0, (3, 2, 2), (2, 2), 3)
-    with pytest.raises(data.DataError, match=r"0 to 255 .*expected whole numbers from 0 to 2, .*ignored=255"):
-        data.checked((image, mask), *words)
-    assert data.checked((image, mask), *words, ignored=255)[1].tolist() == mask.tolist()
+    for kind in (torch.uint8, torch.uint16):  # of the latter PyTorch has no min()
+        image, mask = torch.rand(3, 2, 2), torch.tensor([[0, 2], [255, 255]], dtype=kind)
+        with pytest.raises(data.DataError, match=r"0 to 255 .*expected whole numbers from 0 to 2, .*ignored=255"):
+            data.checked((image, mask), *words)
+        assert data.checked((image, mask), *words, ignored=255)[1].tolist() == mask.tolist()
     mask[0, 0] = 254
     with pytest.raises(data.DataError, match=r"2 to 255 "):
         data.checked((image, mask), *words, ignored=255)

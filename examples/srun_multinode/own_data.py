@@ -5,6 +5,7 @@ As it stands, it reads DATA_DIR/train.npz and test.npz, with `images` (N, 28, 28
 with wrong values and say nothing.
 """
 
+import copy
 from pathlib import Path
 
 import torch
@@ -36,6 +37,8 @@ class OwnData(Dataset):
 
         EDIT: open a file here, decode it, augment it. Draw from torch, random or np.random: a
         generator that the data set keeps would draw the same numbers in every process and worker.
+        A file that stays open is opened here, too: of one from __init__ workers would share the
+        place, and read one another's samples.
         """
         return torch.from_numpy(self.images[index])[None] / 255, int(self.labels[index])
 
@@ -53,5 +56,7 @@ def load(name, data_dir):
     train_set = OwnData(Path(data_dir, "train.npz"))
     test_set = OwnData(Path(data_dir, "test.npz"))
     for part in (train_set, test_set):
-        part[[0]]  # a mistake in sample() ends the run here, before anything is trained
+        # A mistake in sample() ends the run here, before anything is trained. What the copy opens
+        # is not open in the data set, from which workers would inherit it.
+        copy.copy(part)[[0]]
     return train_set, test_set

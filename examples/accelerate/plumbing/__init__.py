@@ -13,7 +13,7 @@ from .checkpoints import (
     write_arrays,
     write_checkpoint,
 )
-from .checks import name_of_model, note_loss
+from .checks import name_of_model, note_loss, own_copy
 from .deepspeed_config import config_errors, note_config, print_config, read_config
 from .files import lock, write
 from .launchers import (

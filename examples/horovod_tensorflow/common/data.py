@@ -147,9 +147,9 @@ def checked(
     try:
         image, label = sample
         label = torch.as_tensor(label)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError) as error:
         found = " ".join(repr(sample).split())[:80]
-        expected = "expected an image and its label, in numbers"
+        expected = f"expected an image and its label, in numbers ({' '.join(str(error).split())})"
         raise DataError(f"{returns} {found}; {expected}") from None
     if not isinstance(image, torch.Tensor) or not image.is_floating_point():
         kind = getattr(image, "dtype", type(image).__name__)
@@ -167,10 +167,11 @@ def checked(
     if ignored is not None:
         numbers = numbers.where(numbers != ignored, 0)
     if label.is_floating_point() or numbers.min() < 0 or numbers.max() >= classes:
-        range_of_all = f"{label.min()} to {label.max()} ({label.dtype})"
+        known = label if label.is_floating_point() else label.long()  # of uint16 there is no min()
+        range_of_all = f"{known.min()} to {known.max()} ({label.dtype})"
         found = range_of_all if label.ndim else repr(label.item())
         expected = f"whole numbers from 0 to {classes - 1}, see CLASSES"
-        if label.ndim and label.max() == 255:
+        if label.ndim and known.max() == 255:
             expected += ", or ignored=255 if these pixels do not count"
         raise DataError(f"{returns} the label {found}; expected {expected}")
     return image, label
