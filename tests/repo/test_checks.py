@@ -215,19 +215,19 @@ def test_reading_changes_nothing(checks: ModuleType) -> None:
 
 
 def test_cost(checks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading stops after 0.4 s a set, however slow its files are; what is in memory takes one look at 64 samples."""
+    """Reading stops after 0.6 s a set, however slow its files are; what is in memory takes one look at 64 samples."""
     clock: Any = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(checks, "time", clock)
 
     class Slow(One):
         def __getitem__(self, index: int) -> tuple[Any, Any]:
-            clock.now += 0.05
+            clock.now += 0.0625
             return super().__getitem__(index)
 
-    for data, seconds, samples in ((Slow(X, Y), 1.0, 5), (One(*arrays(12_000)), 0.0, 64)):
+    for data, seconds, samples in ((Slow(X, Y), 1.75, 4), (One(*arrays(12_000)), 0.0, 64)):
         clock.now = 0.0
         checks.look_at_data(Namespace(), data, data, True)
-        assert clock.now == pytest.approx(seconds)  # of both sets, each sample read twice
+        assert clock.now == pytest.approx(seconds)  # of both sets, 4 and 2 samples, each read twice, and one
         assert len(checks.facts["data"]["training"]["read"]) == samples
 
 
@@ -316,6 +316,52 @@ def test_other_sets(checks: ModuleType, data: Any, says: str) -> None:
         sets.append(dict(checks.own["sets"]))
     message = checks.other_sets(sets)
     assert says in (message or "") and bool(message) == bool(says)
+
+
+class Masks(One):
+    """The same, with a label for each pixel."""
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.inputs[index], self.inputs[index]
+
+
+class OwnLabels(One):
+    """Samples that a generator makes, which nothing knows of: they are others each time."""
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.inputs[index], np.random.default_rng().integers(1000)
+
+
+WITHOUT_LABELS = {  # what both processes have, without labels in memory: what the message says
+    "another order": ([One(X, Y), One(X, np.roll(Y, 1))], "other training samples than rank 0"),
+    "numbers in another order": ([One(X, X[:, 0, 0]), One(X, np.roll(X[:, 0, 0], 1))], "other training samples than"),
+    "the same": ([One(X, Y), One(X + 1, Y)], ""),
+    "masks, which may be augmented": ([Masks(X, Y), Masks(X + 1, Y)], ""),
+    "made at random": ([OwnLabels(X, Y), OwnLabels(X, Y)], ""),
+}
+
+
+@pytest.mark.parametrize(("parts", "says"), WITHOUT_LABELS.values(), ids=WITHOUT_LABELS)
+def test_other_sets_without_labels(checks: ModuleType, parts: list[Any], says: str) -> None:
+    """Where the labels are not in memory, some are read in each process, and compared."""
+    sets = []
+    for part in parts:
+        checks.look_at_data(Namespace(), part, part, False)
+        sets.append(dict(checks.own["sets"]))
+    message = checks.other_sets(sets)
+    assert says in (message or "") and bool(message) == bool(says)
+
+
+def test_draw_apart(checks: ModuleType) -> None:
+    """Processes that have seeded random and np.random alike draw other numbers, and the same in each run."""
+    draws = []
+    for number in (0, 1, 2, 1):
+        with checks.same_random_numbers():
+            checks.seed(5)
+            checks.draw_apart(number)
+            draws.append((random.random(), np.random.rand()))
+    assert draws[1] == draws[3]
+    assert all(len(set(numbers)) == 3 for numbers in zip(*draws[:3], strict=True))
 
 
 def test_streams_that_are_explained(checks: ModuleType) -> None:
@@ -419,6 +465,8 @@ RESULTS: dict[str, tuple[dict[str, Any], str | None]] = {
     "validation loss": (rows(val_loss=-math.inf), "val_loss of epoch 1 is -inf"),
     "one output": (rows(train_loss=0.0), "train_loss of epoch 1 is exactly 0"),
     "no number": (rows(note="warm", test_bleu=None, test_top5_accuracy=7.0), "test_top5_accuracy of ep"),  # type: ignore[arg-type]
+    "of each class": (rows(test_iou=[0.5, 0.25]), "test_iou of epoch 1 is no single number"),  # type: ignore[arg-type]
+    "an array": (rows(test_iou=np.ones(3)), "each of its numbers a name of its own, such as test_iou_0"),  # type: ignore[arg-type]
     "short": ({**rows(), "step": 8}, "epoch 1 has taken 8 of 11 steps"),
     "no step": ({**rows(), "step": 0}, "epoch 1 has taken 0 of 11 steps"),
     "right": (rows(), None),

@@ -141,8 +141,8 @@ def test_later_epochs_stay(args: Namespace) -> None:
 
 
 def test_another_metric_after_a_resume(args: Namespace) -> None:
-    """Each value stands under its name, also where the first epochs were without it."""
-    rows = [{"epoch": 1, "seconds": 2.0}, {"epoch": 2, "test_auc": 0.5, "seconds": 3.0}]
+    """Each value stands under its name, also where the first epochs were without it; a tensor is its number."""
+    rows = [{"epoch": 1, "seconds": 2.0}, {"epoch": 2, "test_auc": torch.tensor(0.5), "seconds": 3.0}]
     files.write_metrics(args, {"history": rows})
     with open(args.output_dir / "metrics.csv") as file:
         read = list(csv.DictReader(file))

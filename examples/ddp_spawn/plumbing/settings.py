@@ -205,6 +205,8 @@ def count_steps(args, samples, train_set, test_set):
     if not len(test_set):
         fail(f"{checks.name_of_data(args, train_set)}: there is no sample to test with")
     args.data_name = checks.look_at_data(args, train_set, test_set, rank() == 0)
+    if not hasattr(args, "groups"):  # otherwise several processes need the same samples
+        checks.draw_apart(rank())
     return steps
 
 

@@ -70,7 +70,7 @@ def look_at_data(args, train_set, test_set, first):
     for name, part in (("training", train_set), ("test", test_set)):
         labels = labels_in_memory(part)
         found = None if labels is None else signature(labels)
-        own["sets"][name] = (len(part), found)
+        own["sets"][name] = (len(part), {"all": found} if found else some_labels(part))
         note_labels(part, labels)
         if first:
             described[name] = describe_set(part, found)
@@ -146,10 +146,11 @@ def other_sets(sets):
     for rank, found in enumerate(sets):
         for name, (count, labels) in found.items():
             first_count, first_labels = sets[0][name]
-            known = None not in (labels, first_labels)
+            # One of the two processes may have had time for fewer samples.
+            both = labels.keys() & first_labels.keys()
             if count != first_count:
                 what = f"{count} {name} samples, and rank 0 {first_count}"
-            elif known and not same([labels], [first_labels]):
+            elif not all(same([labels[key]], [first_labels[key]]) for key in both):
                 what = f"other {name} samples than rank 0, or in another order"
             else:
                 continue
@@ -248,6 +249,25 @@ def labels_in_memory(dataset):
         return None
 
 
+def some_labels(dataset):
+    """Return signatures of some samples' labels, by index, where not all labels are in memory.
+
+    A label of several numbers, such as a mask, may be augmented with its image: then there is none.
+    """
+    found = {}
+    deadline = time.monotonic() + SECONDS / 2
+    with same_random_numbers(), contextlib.suppress(Exception):  # training will raise it as well
+        read = reader(own_copy(dataset))
+        for index in spread(len(dataset))[:8]:
+            if time.monotonic() > deadline:
+                break
+            label, again = (array(read(index)[1]) for _ in range(2))
+            if label.size != 1 or label != again:
+                return {}
+            found[index] = signature(label)
+    return found
+
+
 def stride(count):
     """Return at which distance `count` elements are looked at."""
     return max(1, -(-count // LARGEST))
@@ -305,6 +325,16 @@ def same_random_numbers():
         np.random.set_state(state_of_numpy)
         if torch:
             torch.set_rng_state(state_of_torch)
+
+
+def draw_apart(number):
+    """Have process `number` draw other numbers from random and np.random than each other process.
+
+    A program that has seeded them, such as to divide its data, has given all the same.
+    """
+    if number:
+        random.seed(random.getrandbits(64) + number)
+        np.random.seed((np.random.randint(2**31) + number) % 2**32)
 
 
 def seed(number):
@@ -860,6 +890,9 @@ def judge_metrics(epochs, history, goes_on):
     for name, value in history[-1].items():
         if value is None or isinstance(value, str):
             continue
+        if isinstance(value, (list, tuple, dict)) or getattr(value, "shape", ()):
+            what = f"{name} of epoch {epochs} is no single number, as metrics.csv has them"
+            return f"{what}: give each of its numbers a name of its own, such as {name}_0", None
         if math.isnan(value) or (name.endswith("loss") and math.isinf(value)):
             what = f"{name} of epoch {epochs} is {value}"
             return f"{what}: look at the data, or lower --lr; {goes_on}", "ALLOW_NAN"

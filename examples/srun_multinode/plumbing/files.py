@@ -81,5 +81,7 @@ def write_metrics(args, progress):
     # A resumed run may have other metrics than the run that it continues.
     names = list(dict.fromkeys(name for row in history for name in row))
     rows = [names, *([row.get(name, "nan") for name in names] for row in history)]
+    # Libraries of metrics return tensors of one number.
+    rows = [[value.item() if hasattr(value, "item") else value for value in row] for row in rows]
     text = "".join(",".join(map(str, row)) + "\n" for row in rows)
     write(args.output_dir / "metrics.csv", lambda file: file.write(text.encode()))
