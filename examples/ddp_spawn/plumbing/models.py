@@ -38,12 +38,13 @@ def fix_summation_order(ddp_model, zeros):
     check_output(output)
     # Models for segmentation, for instance, return several tensors in a dict.
     parts, _ = torch.utils._pytree.tree_flatten(output)
-    sums = [part.sum() for part in parts if getattr(part, "requires_grad", False)]
-    if not getattr(ddp_model, "find_unused_parameters", False):
+    tensors = [part for part in parts if getattr(part, "requires_grad", False)]
+    torch.autograd.backward([tensor.sum() for tensor in tensors])
+    trained = [weight for weight in ddp_model.parameters() if weight.requires_grad]
+    unused = [weight for weight in trained if weight.grad is None]
+    if unused and not getattr(ddp_model, "find_unused_parameters", False):
         # DDP waits for the gradients of all weights, also of those that are used in training alone.
-        weights = [weight for weight in ddp_model.parameters() if weight.requires_grad]
-        sums += [weight.reshape(-1)[:0].abs().sum() for weight in weights]
-    torch.autograd.backward(sums)
+        torch.autograd.backward([weight.reshape(-1)[:0].abs().sum() for weight in unused])
     ddp_model.zero_grad()
     ddp_model.train()
 
