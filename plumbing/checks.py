@@ -711,7 +711,7 @@ def own_report(args, model):
     before = int(losses["before"])
     found = extremes(model)
     whole = {name: bounds for name, bounds in found.items() if bounds[-1] < math.inf}
-    report = {"weights": all(math.isfinite(least + most) for least, most, _ in found.values())}
+    report = {"weights": all(math.isfinite(least + most) for least, most, *_ in found.values())}
     report["checksum"] = zlib.crc32(repr(whole).encode())
     if before < batches:
         back = (batches - before - 1) // getattr(args, "gradient_accumulation_steps", 1)
@@ -725,7 +725,9 @@ def forget_losses():
 
 
 def extremes(model):
-    """Return, by name, the least and the most of each weight that is trained, and a tolerance.
+    """Return, by name, the least, the most and a mean of each trained weight, and a tolerance.
+
+    The mean is that of the sizes: a few rows that differ may change neither the least nor the most.
 
     By this part of the largest value those of another process may differ: nodes of two kinds may
     round differently. It is infinite where each process has another part of a weight. The program
@@ -735,7 +737,7 @@ def extremes(model):
         weights = enumerate(model.trainable_variables)  # several may have one name
         arrays = {f"{number} {weight.path}": weight.numpy() for number, weight in weights}
         return {
-            name: (float(array.min()), float(array.max()), tolerance(array.itemsize))
+            name: (*map(float, (array.min(), array.max(), array.std())), tolerance(array.itemsize))
             for name, array in arrays.items()
             if array.size
         }
@@ -751,14 +753,17 @@ def extremes(model):
         weight = torch.view_as_real(weight) if weight.is_complex() else weight
         if weight.numel():
             allowed = math.inf if divided else tolerance(weight.element_size())
-            bounds = torch.stack(weight.aminmax()).double()
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            mean = torch.linalg.vector_norm(weight, dtype=wide) / weight.numel() ** 0.5
+            mean = mean.nan_to_num(posinf=0)  # squares of what is finite may be infinite
+            bounds = torch.stack([part.double() for part in (*weight.aminmax(), mean)])
             found.setdefault(weight.device, {})[name] = (allowed, bounds)
     result = {}
     for weights in found.values():
         tolerances, bounds = zip(*weights.values(), strict=True)
         rows = zip(weights, torch.stack(bounds).tolist(), tolerances, strict=True)
         result |= {name: (*pair, allowed) for name, pair, allowed in rows}
-    return result | {name: (count, count, 0) for name, count in gradients.items()}
+    return result | {name: (count, count, count, 0) for name, count in gradients.items()}
 
 
 def count_gradients(model):
@@ -867,10 +872,10 @@ def judge_weights(found):
 
 
 def alike(one, other):
-    """Return whether two processes have the same weight, by its least, its most and tolerance."""
+    """Return whether two processes have the same weight, by what extremes() says of it."""
     *bounds, allowed = one
     apart = max(abs(bound - other[place]) for place, bound in enumerate(bounds))
-    return allowed == math.inf or apart <= allowed * max(map(abs, (*bounds, *other[:2])))
+    return allowed == math.inf or apart <= allowed * max(map(abs, (*bounds, *other[:-1])))
 
 
 def first_bad_loss(args, progress, reports):

@@ -546,6 +546,7 @@ def test_weights_of_two_processes(checks: ModuleType) -> None:
     right = [(first, first), (first, holds(values * (1 + 3e-6))), (coarse, holds(values.bfloat16() * 1.01))]
     assert [say(*models) for models in right] == [(None, None)] * 3
     wrong = [holds(values * (1 + 3e-4)), holds(-values), holds(values * 0), holds(values, requires_grad=False)]
+    wrong.append(holds(torch.tensor([-0.5, 0.4, 1.0])))  # as nn.Embedding(max_norm=1) makes rows smaller that it reads
     of_keras = [SimpleNamespace(path="scale", numpy=(values * factor).numpy) for factor in (1, 2)]
     pairs = [(first, other) for other in wrong] + [(other, first) for other in wrong]
     keras = [SimpleNamespace(trainable_variables=[variable]) for variable in of_keras]
