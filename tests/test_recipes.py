@@ -237,6 +237,7 @@ def measured(folder: Path, kind: str) -> dict[str, float]:
     model.load_state_dict(outputs.read_model(folder / "output"))
     _, test_set = data["load"]("digits", "data")
     inputs, labels = test_set[list(range(len(test_set)))]
+    assert kind == "boxes" or len(inputs) == len(labels) == len(test_set)  # Inputs may be labels, which are counted
     with torch.no_grad():
         logits = model.eval()(inputs)
     if kind == "boxes":

@@ -20,6 +20,10 @@ class Inputs(dict):
 
     dtype = torch.float32  # what the logits become for the loss
 
+    def __len__(self):
+        """Return the number of samples, which train.py counts: a dict's would be that of its names."""
+        return len(next(iter(self.values())))
+
     def to(self, device, dtype=None, non_blocking=False):
         """Return the same on a device."""
         moved = Inputs({name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.items()})
