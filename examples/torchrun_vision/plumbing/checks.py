@@ -330,7 +330,8 @@ def same_random_numbers():
 def draw_apart(number):
     """Have process `number` draw other numbers from random and np.random than each other process.
 
-    A program that has seeded them, such as to divide its data, has given all the same.
+    A program that has seeded them, such as to divide its data, has given all the same, and all
+    would augment alike.
     """
     if number:
         random.seed(random.getrandbits(64) + number)
