@@ -224,6 +224,7 @@ def use_own_files(folder: Path, kind: str) -> None:
             edit(folder / name, old, new)
     text = (folder / "train.py").read_text()
     text = re.sub(r'"num_workers": \d[^}]*}', '"num_workers": 0}', text)
+    text = text.replace('    workers["multiprocessing_context"] = "spawn"\n', "")
     (folder / "train.py").write_text(text.replace('loading["num_workers"] = 2', 'loading["num_workers"] = 0'))
 
 
