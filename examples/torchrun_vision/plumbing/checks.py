@@ -43,8 +43,8 @@ CROSS_ENTROPY = "|".join(
 facts = {}
 # Each rank notes here the "least" and the "most" of the labels, where these are whole numbers.
 labels_of_all = {}
-# Each rank notes here what it has: "sets" are the length and the labels of each data set, and
-# "draws" what the others must not have, too: see note_own_draws().
+# Each rank notes here what it has: "sets" are the length of each data set and its labels, or those
+# of some samples, and "draws" what the others must not have, too: see note_own_draws().
 own = {"sets": {}, "draws": {}}
 # note_loss() notes here what the losses of this epoch were.
 losses = {"batches": 0, "before": 0, "finite": True, "loader": None}
