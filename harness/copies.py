@@ -1,16 +1,27 @@
-"""What stands in several example folders, and is held to be the same by comparing files.
+"""What stands in several example folders, and is checked to be the same by comparing files.
 
-An example is copied as one folder, so it carries its own copy of what it needs: `common/` and
-`plumbing/` as they are at top level, and a few files, which examples of the same framework share.
+An example is copied as one folder, so it carries its own copy of what it needs. A folder with longrun.py has the new
+form: it carries common/, longrun.py and job.sh. A folder without it has the old one: plumbing/, and plumbing/common as
+common/. A few files besides are the same in examples of the same framework.
 """
 
 import filecmp
 import shutil
 from pathlib import Path
 
-FOLDERS = ("common", "plumbing")
 LEFT_OUT = ("__pycache__", ".ruff_cache", "ruff.toml")  # what tools leave; how files are checked here
-FILES = ("own_data.py", "own_model.py", "tokenize_text.py", "container.def", "install.sh")
+OLD_FORM = ("own_data.py", "own_model.py")
+FILES = (*OLD_FORM, "tokenize_text.py", "container.def", "install.sh")
+
+
+def examples(root: Path) -> list[Path]:
+    """Return the examples' folders."""
+    return sorted(path.parent for path in root.glob("examples/*/train.py"))
+
+
+def has_new_form(folder: Path) -> bool:
+    """Whether an example's folder has longrun.py in the place of plumbing/."""
+    return (folder / "longrun.py").exists()
 
 
 def framework(folder: Path, name: str) -> str:
@@ -30,41 +41,55 @@ def files(tree: Path) -> set[str]:
     return {str(file) for file in found if not set(file.parts) & set(LEFT_OUT)}
 
 
-def sources(root: Path) -> list[tuple[Path, Path]]:
-    """Return each file of FILES in an example, and the one that has to have the same text.
+def trees(root: Path, folder: Path) -> dict[str, dict[str, Path]]:
+    """Return the folders that an example carries, each with its files and the source of each file."""
+    if has_new_form(folder):
+        return {"common": {name: root / "common" / name for name in files(root / "common")}}
+    old = {name: root / "plumbing" / name for name in files(root / "plumbing") if not name.startswith("common/")}
+    common = root / "plumbing" / "common"
+    return {"plumbing": old, "common": {name: common / name for name in files(common)}}
 
-    That is the one of the first example, by name, of the same framework.
+
+def sources(root: Path) -> list[tuple[Path, Path]]:
+    """Return each single file of an example that is a copy, and the file that has to have the same text.
+
+    longrun/ has the sources of a folder's longrun.py, job.sh, and sharded.py where the folder has that. For FILES the
+    source is the file of the first example, by name, of the same framework.
     """
-    first: dict[tuple[str, str], Path] = {}
     found = []
+    for folder in filter(has_new_form, examples(root)):
+        names = ["longrun.py", "job.sh", *(["sharded.py"] if (folder / "sharded.py").exists() else [])]
+        found += [(folder / name, root / "longrun" / name) for name in names]
+    first: dict[tuple[str, str], Path] = {}
     for name in FILES:
         for path in sorted(root.glob(f"examples/*/{name}")):
-            found.append((path, first.setdefault((name, framework(path.parent, name)), path)))
+            if name not in OLD_FORM or not has_new_form(path.parent):
+                found.append((path, first.setdefault((name, framework(path.parent, name)), path)))
     return found
 
 
 def differences(root: Path) -> list[str]:
     """Return the files of a repository that are no copies of what they have to be copies of."""
-    found = []
-    for folder in sorted(path.parent for path in root.glob("examples/*/train.py")):
-        for name in FOLDERS:
-            wanted = files(root / name)
-            same, _, _ = filecmp.cmpfiles(root / name, folder / name, wanted, shallow=False)
-            wrong = (wanted | files(folder / name)).difference(same)
-            found += [str((folder / name / file).relative_to(root)) for file in sorted(wrong)]
-    for path, source in sources(root):
-        if path.read_bytes() != source.read_bytes():
-            found.append(str(path.relative_to(root)))
-    return found
+    pairs = sources(root)
+    for folder in examples(root):
+        for tree, wanted in trees(root, folder).items():
+            names = wanted.keys() | files(folder / tree)
+            pairs += [(folder / tree / name, wanted.get(name, root / "no source")) for name in sorted(names)]
+    return [
+        str(path.relative_to(root))
+        for path, source in pairs
+        if not (path.exists() and source.exists() and filecmp.cmp(path, source, shallow=False))
+    ]
 
 
 def fix(root: Path) -> None:
-    """Copy both folders into each example again, and each file of FILES from the first example."""
-    ignored = shutil.ignore_patterns(*LEFT_OUT)
-    for folder in sorted(path.parent for path in root.glob("examples/*/train.py")):
-        for name in FOLDERS:
-            shutil.rmtree(folder / name, ignore_errors=True)
-            shutil.copytree(root / name, folder / name, ignore=ignored)
+    """Copy into each example what it has to carry, again."""
+    for folder in examples(root):
+        for tree, wanted in trees(root, folder).items():
+            shutil.rmtree(folder / tree, ignore_errors=True)
+            for name, source in wanted.items():
+                (folder / tree / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, folder / tree / name)
     for path, source in sources(root):
         if path != source:
             shutil.copy(source, path)
