@@ -58,8 +58,12 @@ def end(mark: str) -> None:
         time.sleep(LOOK)
 
 
-def run(args: argparse.Namespace, words: list[str]) -> tuple[int, str]:
-    """Run a command; return its exit status and what it printed, SIGKILL and nothing if it went above the limit."""
+def run(args: argparse.Namespace, words: list[str]) -> tuple[int, str, int]:
+    """Run a command; return its exit status, what it printed, and the MB that its largest process was seen to take.
+
+    SIGKILL and nothing if it went above the limit.
+    """
+    seen = 0
     mark = f"LARGEST_BATCH={os.getpid()}"
     variables = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     variables |= {"LARGEST_BATCH": str(os.getpid())}
@@ -70,9 +74,10 @@ def run(args: argparse.Namespace, words: list[str]) -> tuple[int, str]:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     printed, _ = process.communicate(timeout=LOOK)
-                    return process.returncode, printed
-                if args.limit and peak(find_processes(mark)) > args.limit:
-                    return -signal.SIGKILL, ""
+                    return process.returncode, printed, seen
+                seen = max(seen, peak(find_processes(mark))) if args.limit else 0
+                if args.limit and seen > args.limit:
+                    return -signal.SIGKILL, "", seen
         finally:
             end(mark)
 
@@ -81,7 +86,7 @@ def attempt(args: argparse.Namespace, batch: int) -> Try:
     """Train an epoch with a batch size; end the program with one line if that fails for another reason than memory."""
     with tempfile.TemporaryDirectory() as folder:
         words = [*LAUNCHERS[args.example].command(args.processes), *args.arguments]
-        status, printed = run(args, [*words, "--batch-size", str(batch), "--epochs", "1", "--output-dir", folder])
+        status, printed, seen = run(args, [*words, "--batch-size", str(batch), "--epochs", "1", "--output-dir", folder])
         if status and re.search(DATA, printed):
             return Try(batch, SAMPLES)
         if status == -signal.SIGKILL or (status and re.search(FULL, printed)):
@@ -92,8 +97,8 @@ def attempt(args: argparse.Namespace, batch: int) -> Try:
             args.fail(f"--batch-size {batch} failed: {said[-1]}")
         with open(Path(folder, "metrics.csv"), newline="") as file:
             row = list(csv.DictReader(file))[-1]
-        used = json.loads(Path(folder, "run.json").read_text())["stops"][-1]["used"]
-    memory = max(one.get("gpu_mb") or one["mb"] for one in used)
+        used = json.loads(Path(folder, "run.json").read_text())["stops"][-1].get("used")
+    memory = max(one.get("gpu_mb") or one["mb"] for one in used) if used else seen  # those with plumbing/ record it
     if args.limit and memory > args.limit:  # between the last look and the end
         return Try(batch, MEMORY)
     return Try(batch, speed=float(row.get("samples_per_second") or row["tokens_per_second"]), memory=memory)

@@ -9,7 +9,7 @@
 
 The words mean the same everywhere, and come from metrics.csv and run.json. The start is the time from the command to
 the first step: until metrics.csv has the first epoch, less the seconds that it says of it (the evaluation after it is
-counted, too). Memory is the most that the largest of the training processes has had resident. Speed is that of all
+counted, too). Memory is the most that the largest of a run's processes has had resident. Speed is that of all
 processes, the median of all epochs but the first.
 
 They run in an environment with the requirements of the examples, of tests/ and of benchmarks/; scaling needs no more
@@ -21,7 +21,6 @@ import contextlib
 import csv
 import hashlib
 import inspect
-import json
 import math
 import multiprocessing
 import os
@@ -63,20 +62,21 @@ def speed(rows: list[dict[str, float]]) -> float:
     return statistics.median(row["samples_per_second"] for row in rows[1:])
 
 
-def peak_memory(output: Path) -> float:
-    """Return the most memory that one of a run's processes has had resident, in MB."""
-    run = json.loads((output / "run.json").read_text())
-    return max(used["mb"] for used in run["stops"][-1]["used"])
+def follow(output: Path, ended: Callable[[], bool], processes: Callable[[], list[int]]) -> tuple[float, int]:
+    """Follow a run that was just started to its end.
 
+    Return the seconds until metrics.csv had its first epoch, nan if that never came, and the most memory that one of
+    the run's processes has had resident, in MB.
+    """
+    from benchmarks.largest_batch import peak
 
-def first_epoch(output: Path, ended: Callable[[], bool]) -> float:
-    """Follow a run that was just started; return the seconds until metrics.csv has its first epoch, nan if it fails."""
-    start, path = time.time(), output / "metrics.csv"
-    while not path.exists():
-        if ended():
-            return math.nan
+    start, path, first, memory = time.time(), output / "metrics.csv", math.nan, 0
+    while not ended():
+        if math.isnan(first) and path.exists():
+            first = path.stat().st_mtime - start
+        memory = max(memory, peak(processes()))
         time.sleep(0.1)
-    return path.stat().st_mtime - start
+    return first, memory
 
 
 def code_lines(text: str) -> int:
@@ -103,6 +103,7 @@ def compare(args: argparse.Namespace) -> None:
     """
     from harness import jobs, outputs, runs
     from harness.launchers import copy_example
+    from harness.processes import seldom
     from lab import Lab, Wanted, why_not
 
     in_job = args.command == "job"
@@ -119,18 +120,18 @@ def compare(args: argparse.Namespace) -> None:
             folder = copy_example(ROOT / "examples" / example, temporary / example)
             if in_job:
                 job = jobs.submit_four(lab, example, folder)
-                output, first = job.output, first_epoch(job.output, lambda job=job: job.ended)
+                output, ended = job.output, seldom(lambda job=job: job.ended)
+                first, memory = follow(output, ended, job.processes)
                 jobs.assert_completed(job, jobs.EPOCHS, processes=4)
             else:
                 run, output = runs.start(example, folder, 2), folder / "output"
-                first = first_epoch(output, lambda run=run: run.process.poll() is not None)
+                first, memory = follow(output, lambda run=run: run.process.poll() is not None, run.pids)
                 assert run.wait().status == 0, f"{example} ended with {run.status}:\n{run.stdout}{run.stderr}"
             rows, weights[example] = read_metrics(output), outputs.read_model(output)
             difference = outputs.largest_difference(weights[example], weights[FIRST])
             accuracy, start = rows[-1]["test_accuracy"], first - rows[0]["seconds"]
             lines = code_lines(SCRIPTS[example])
             losses = tuple(row["train_loss"] for row in rows)
-            memory = peak_memory(output)
             found.append(report.Run(example, difference, accuracy, start, speed(rows), memory, lines, losses))
             print(found[-1], flush=True)
             report.write_csv(found, path)
@@ -143,6 +144,7 @@ def loop(rank: int, processes: int, bf16: bool, barrier: Barrier, results: Queue
     from torch.nn import functional as F
     from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+    sys.path.insert(0, str(ROOT / "plumbing"))  # which has the common/ of most examples
     from common import data
     from common.models import ConvNet
     from plumbing.processes import keep_memory

@@ -7,6 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
+# Issue 66: an example with longrun.py has the new form, one without carries plumbing/.
+NEW_FORM = [name for name in EXAMPLES if (ROOT / "examples" / name / "longrun.py").exists()]
+OLD_FORM = [name for name in EXAMPLES if name not in NEW_FORM]
 MINIMAL = [name for name in EXAMPLES if (ROOT / "examples" / name / "minimal.py").exists()]
 assert EXAMPLES and MINIMAL, "no examples/*/train.py or minimal.py found"
 # What runs leave behind.
@@ -29,16 +32,6 @@ def copy_example(source: Path, target: Path) -> Path:
     return Path(shutil.copytree(source, target, ignore=left_out))
 
 
-def copy_repository(target: Path) -> Path:
-    """Copy this repository without what git, nox, tests and runs have left in it."""
-    hidden = shutil.ignore_patterns(".git", ".nox", ".*_cache", ".hypothesis", "results")
-
-    def left_out(folder: str, names: list[str]) -> set[str]:
-        return LEFT_OUT(folder, names) | hidden(folder, names)
-
-    return Path(shutil.copytree(ROOT, target, ignore=left_out))
-
-
 # How torchrun names a killed process. Once in some hundred times it reads the report that another process is just
 # writing, of its lost connection, and fails on that instead.
 TORCHRUN_KILLED = r"rank *: \d(.|\n)*SIGKILL|Failed to parse reply file"
@@ -59,8 +52,6 @@ class Launcher:
     processes_in_job: int  # how many run.slurm starts, unmodified, on nodes without GPUs
     kill_message: str = r"(process \d|rank:? *\d)(.|\n)*SIGKILL"  # how stderr names a killed process: a pattern
     backend: str = "gloo"  # the word in the first line of a local run
-    meets: str = ""  # of a launch pattern: where its processes learn of each other, for the README's picture
-    twin: str = ""  # the example whose train.py it has but for the launcher, which a test holds: see tests/conftest.py
     rank: str = "torch.distributed.get_rank()"  # the expression that gives a process its number, in a model
 
     # What its default run trains, and what train.py is like.
@@ -74,8 +65,6 @@ class Launcher:
     epoch_start: str = "    start = time.perf_counter()\n"  # the line of train.py where an epoch begins
     torchvision: bool = False  # whether its framework imports it, asked for or not; transformers does where it is there
     global_batch: int = 128  # with two processes
-    lines: int = 260  # of 100 columns, that train.py has at most
-    alone: str = "train.main(train.parse_args())"  # what one process calls to train without a launcher
     prepare: str = ""  # the README's command that makes the data, if they are not in the folder
     model: str = "model.pt"  # the trained model, in the output folder
     download: str = "python -m common.data"  # the command that downloads mnist, without its arguments
@@ -93,11 +82,6 @@ class Launcher:
     def command(self, processes: int) -> list[str]:
         """Return the command, as a list of words, that starts `processes` processes on this machine."""
         return shlex.split(self.local.format(n=processes))
-
-    @property
-    def pattern(self) -> bool:
-        """Whether it is one of the six launch patterns; fewer tests of the other examples are ordinary ones."""
-        return bool(self.meets)
 
     @property
     def words(self) -> str:
@@ -125,15 +109,11 @@ LAUNCHERS = {
         "python train.py --processes {n}",
         status_after_bad_input=2,
         processes_in_job=2,
-        meets="in a store that train.py opens",
-        alone="store = train.dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
-        "train.main(0, train.parse_args(), store.port)",
     ),
     "deepspeed": Launcher(
         "torchrun --standalone --nproc-per-node={n} train.py",
         status_after_bad_input=1,
         processes_in_job=4,
-        meets="in a store on the first node; no ssh",
         any_world_size=False,
         fp16=True,
         checkpoint="checkpoint/epoch*/*_model_states.pt",
@@ -144,7 +124,6 @@ LAUNCHERS = {
         "torchrun --standalone --nproc-per-node={n} train.py",
         status_after_bad_input=1,
         processes_in_job=4,
-        lines=335,
         first_line="TinyGPT on a random source",
         metric="test_loss",
         at_most=2.2235 + 0.1,  # the source's entropy, and what may be missing
@@ -162,7 +141,6 @@ LAUNCHERS = {
         "horovodrun --gloo -np {n} python train.py",
         status_after_bad_input=1,
         processes_in_job=4,
-        meets="through PMIx, for MPI",
         rank="__import__('horovod.torch').torch.rank()",
         kill_message=r"Process name: \d\nExit code: 137",
         gpus=False,
@@ -171,7 +149,6 @@ LAUNCHERS = {
         "horovodrun --gloo -np {n} python train.py",
         status_after_bad_input=1,
         processes_in_job=4,
-        lines=335,
         epoch_start="        self.start = time.perf_counter()\n",
         rank="__import__('horovod.torch').torch.rank()",
         kill_message=r"Process name: \d\nExit code: 137",
@@ -194,7 +171,6 @@ LAUNCHERS = {
         "python train.py --devices {n}",
         status_after_bad_input=2,
         processes_in_job=4,
-        meets="by the variables SLURM_*",
         epoch_start="        self.start = time.perf_counter()\n",
         torchvision=True,  # torchmetrics does
     ),
@@ -202,7 +178,6 @@ LAUNCHERS = {
         "torchrun --standalone --nproc-per-node={n} train.py",
         status_after_bad_input=1,
         processes_in_job=4,
-        lines=335,
         first_line="LlamaForCausalLM in model on text.txt",
         metric="test_loss",
         at_most=4.35,
@@ -217,21 +192,10 @@ LAUNCHERS = {
         stops_at_a_step=True,
         kill_message=TORCHRUN_KILLED,
     ),
-    "srun_multinode": Launcher(
-        "torchrun --standalone --nproc-per-node={n} train.py",
-        status_after_bad_input=1,
-        processes_in_job=4,
-        meets="in a store on the first node",
-        twin="torchrun_multinode",
-        epoch_start='    start = time.perf_counter() - progress["seconds"]\n',
-        stops_at_a_step=True,
-        kill_message=TORCHRUN_KILLED,
-    ),
     "torchrun_multinode": Launcher(
         "torchrun --standalone --nproc-per-node={n} train.py",
         status_after_bad_input=1,
         processes_in_job=4,
-        meets="in a store on the first node",
         epoch_start='    start = time.perf_counter() - progress["seconds"]\n',
         job_recovers=True,
         stops_at_a_step=True,
@@ -242,7 +206,6 @@ LAUNCHERS = {
         status_after_bad_input=1,
         processes_in_job=4,
         fp16=True,
-        lines=335,
         first_line="resnet18 on images",
         at_least=0.7,
         first_above=1.3,
@@ -263,14 +226,12 @@ HOROVOD = [name for name in EXAMPLES if (ROOT / "examples" / name / "install.sh"
 
 # Open MPI starts nothing as root, as whom tests run in a container, unless these variables permit it.
 MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-# Examples that can be started in a second way, and keep the contract then, too: the row for that.
-SECOND_LAUNCHERS = {
-    "horovod_cpu": replace(
-        LAUNCHERS["horovod_cpu"],
-        local=shlex.join(["env", *(f"{name}={value}" for name, value in MPI_AS_ROOT.items())])
-        + " NP={n} bash more/mpirun_local.sh",
-        status_after_bad_input=2,
-        backend="mpi",
-        kill_message=r"process rank \d (.|\n)*signal 9",
-    )
-}
+# How horovod_cpu is started by mpirun.
+MPI = replace(
+    LAUNCHERS["horovod_cpu"],
+    local=shlex.join(["env", *(f"{name}={value}" for name, value in MPI_AS_ROOT.items())])
+    + " NP={n} bash more/mpirun_local.sh",
+    status_after_bad_input=2,
+    backend="mpi",
+    kill_message=r"process rank \d (.|\n)*signal 9",
+)

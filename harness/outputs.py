@@ -159,16 +159,9 @@ def assert_same_weights(one: dict[str, "torch.Tensor"], other: dict[str, "torch.
 
 
 def assert_recorded(output: Path) -> None:
-    """Check that run.json says what a run was that has ended well: its command, settings, versions, starts, usage."""
+    """Check that run.json says what a run was that has ended well: its command, settings, versions, start and end."""
     run = read_run(output)
-    assert run["command"][0].endswith("train.py") and run["settings"]["world_size"] == 2 and run["versions"]["python"]
-    assert len(run["starts"]) == 1 and run["starts"][0]["step"] == 0 and run["starts"][0]["time"] > 1.7e9
-    data, model = (run["starts"][-1][name] for name in ("data", "model"))
-    assert data["training"]["samples"] > data["test"]["samples"] > 0 and model["weights"] > 10_000 and model["name"]
-    ranks = [rank for ranks in run["starts"][-1]["ranks"].values() for rank in ranks]
-    last = run["stops"][-1]
-    assert sorted(ranks) == [0, 1] and last["reason"].startswith("finished") and last["step"] > 0
-    assert len(last["used"]) == 2 and all(used["core_seconds"] > 0 and used["mb"] > 100 for used in last["used"])
-    assert all(used["seconds"] > used["waited"] and used["cores"] > 0 <= used["read_mb"] for used in last["used"]), last
-    seconds = last["time"] - run["starts"][0]["time"]
-    assert all(0 < used["waited"] + used["waited_for_core"] < seconds + 1 for used in last["used"]), last["used"]
+    assert run["command"][0].endswith("train.py") and run["settings"]["seed"] == 0 and run["versions"]["python"]
+    ((start,), (stop,)) = run["starts"], run["stops"]
+    assert start["step"] == 0 and start["time"] > 1.7e9
+    assert stop["reason"].startswith("finished") and stop["step"] > 0 and stop["time"] > start["time"]

@@ -8,7 +8,6 @@ import fnmatch
 import re
 import shlex
 import sysconfig
-import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -29,13 +28,6 @@ def blocks(readme: Path) -> list[dict[str, str]]:
 def fences(readme: Path, language: str) -> list[str]:
     """Return the text of each fenced block of a README in one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", readme.read_text(), re.MULTILINE | re.DOTALL)
-
-
-def indented(readme: Path, first: str) -> str:
-    """Return the text of the one indented block of a README that begins with these words."""
-    found = re.findall(r"(?:^    .*\n|^\n(?=    ))+", readme.read_text(), re.MULTILINE)
-    (block,) = (text for text in map(textwrap.dedent, found) if text.strip().startswith(first))
-    return block
 
 
 def tunnel(text: str) -> tuple[str, int, int]:

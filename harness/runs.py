@@ -25,7 +25,7 @@ from harness.outputs import assert_same_run, read_run
 from harness.processes import clean_environment, command_lines, find_processes, finish, wait_until, workers
 
 MARKER = "EXAMPLES_TEST_RUN"  # in the environment of every process of a run, so that each can be found
-STOP = "stop-request"  # the file with which run.slurm's tasks ask train.py to stop; here it lies in the run's folder
+STOP = "stop-request"  # the file that asks a train.py with plumbing/ to stop; the others look for OUTPUT/stop
 PREFIX = re.compile(r"^\[\d+\]<std(?:out|err)>:", re.MULTILINE)  # horovodrun's, before each line of a process
 
 
@@ -253,12 +253,16 @@ def kill_one(example: str, run: Run) -> None:
 
 
 def ask_to_stop(_: str, run: Run) -> int:
-    """Ask one worker to stop: all save after the same step, and the run ends well. Return that step's number."""
-    (run.folder / STOP).touch()
+    """Ask a run to stop: all processes save after the same step, and it ends well. Return that step's number."""
+    output = run.folder / "output"
+    new_form = (run.folder / "longrun.py").exists()
+    (output / "stop" if new_form else run.folder / STOP).touch()
     run.wait()
-    assert run.status == 0 and run.stdout.count("\nused: ") == 1, run.stderr
+    assert run.status == 0, run.stderr
     assert not run.left
-    stop = read_run(run.folder / "output")["stops"][-1]
+    if new_form:
+        assert (output / "stopped").exists() and not (output / "stop").exists()
+    stop = read_run(output)["stops"][-1]
     assert stop["reason"].startswith("stopped by a signal") and f"\n{stop['reason']}\n" in run.stdout, run.stdout
     return stop["step"]
 

@@ -56,30 +56,6 @@ def served(folder: Path) -> Iterator[str]:
             thread.join()
 
 
-def assert_order(folder: Path, epochs: int) -> None:
-    """Check what edits.note_order has noted of 2 processes: equal shards, shuffled anew in each of these epochs."""
-    from torch.utils.data import DistributedSampler
-
-    for rank in range(2):
-        lines = [[int(word) for word in line.split()] for line in (folder / f"order-{rank}").read_text().splitlines()]
-        assert {epoch for _, epoch, *_ in lines} == set(range(epochs)), "an epoch had another's order"
-        for drop_last, epoch, size, *indices in lines:
-            sampler = DistributedSampler(range(size), 2, rank, seed=0, drop_last=True)
-            sampler.set_epoch(epoch)
-            assert drop_last and indices == list(sampler)
-
-
-def used(folder: Path, number: int, complete: range) -> dict[int, list[int]]:
-    """Return what edits.note_use has noted of a run: the samples of each of these epochs, of all processes, sorted."""
-    found: dict[int, list[int]] = {epoch: [] for epoch in complete}
-    for path in folder.glob(f"used-{number}-*"):
-        for line in path.read_text().splitlines():
-            epoch, *indices = map(int, line.split())
-            if epoch in found:
-                found[epoch] += indices
-    return {epoch: sorted(indices) for epoch, indices in found.items()}
-
-
 def batches(size: int, rank: int, world_size: int, batch_size: int, epoch: int = 0) -> list[list[int]]:
     """Return the indices of one process's training batches in an epoch, as every train.py makes them."""
     from torch.utils.data import BatchSampler, DistributedSampler

@@ -91,8 +91,6 @@ def read_run(path: Path) -> tuple[dict[str, Any], str]:
         run = json.loads(path.read_text())
         used_by_node(run)
         starts, settings = [{"step": 0} | one for one in run["starts"]], dict(run.get("settings", {}))
-        if any(one["step"] > 0 for one in starts) and not settings["steps_per_epoch"] > 0:
-            return {}, "it has no steps_per_epoch"
         profile = {"shares": {}} | dict(run.get("profile", {}))
         profile["shares"] = {name: float(share) for name, share in profile["shares"].items()}
         return run | {"starts": starts, "settings": settings, "profile": profile}, ""
@@ -110,7 +108,7 @@ def used_by_node(run: dict[str, Any]) -> list[list[Any]]:
     rows = []
     for stop in run["stops"]:
         hosts: dict[str, list[dict[str, Any]]] = {}
-        for used in stop["used"]:
+        for used in stop.get("used", []):  # train.py with longrun.py records none
             if "seconds" in used:  # else it is from before this was counted
                 hosts.setdefault(used["host"], []).append(used)
         for host, those in hosts.items():

@@ -85,9 +85,9 @@ class Run(reader.Run):
 
     @property
     def restarts(self) -> list[float]:
-        """After how many epochs the run was continued, in order; 2.5 is in the middle of the third."""
-        steps = [start["step"] for start in self.facts.get("starts", [])]
-        return [step / self.settings["steps_per_epoch"] for step in steps if step]
+        """After how many epochs the run was continued, in order; 2.5 is in the middle of the third. Empty: not known."""
+        steps, length = [start["step"] for start in self.facts.get("starts", [])], self.settings.get("steps_per_epoch")
+        return [step / length for step in steps if step and length]
 
     @property
     def floor(self) -> float | None:

@@ -16,9 +16,8 @@ pytest.register_assert_rewrite("harness")  # so that an assertion that fails the
 import fake_gpus  # noqa: E402
 from harness import runs  # noqa: E402
 from harness.jobs import CPUS, GPUS, NODES, cancel_left, on_this_machine_only  # noqa: E402
-from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, Launcher, copy_example  # noqa: E402
+from harness.launchers import EXAMPLES, LAUNCHERS, NEW_FORM, OLD_FORM, ROOT, Launcher, copy_example  # noqa: E402
 from harness.reference import reference as make_reference  # noqa: E402
-from harness.refusals import RefusedError  # noqa: E402
 from harness.runs import Reference  # noqa: E402
 from harness.sessions import in_ci  # noqa: E402
 from lab import Lab, Wanted, why_not  # noqa: E402
@@ -26,10 +25,9 @@ from lab import Lab, Wanted, why_not  # noqa: E402
 # A shell lets what it starts with `&` ignore SIGINT, and so would everything that these tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# With which example a test with the mark runs("one") is an ordinary one: the fastest to start; on SLURM the one that
-# promises most.
-ONE, ONE_ON_SLURM = "ddp_spawn", "torchrun_multinode"
-WHEN = ("smoke", "checks", "one", "patterns", "weekly")  # the words of the mark `runs`
+ONE = "accelerate"  # with which a test with the mark runs("one") is an ordinary one: the plainest that has plumbing/
+WHEN = ("smoke", "checks", "one", "weekly")  # the words of the mark `runs`
+FORMS = {"longrun": NEW_FORM, "plumbing": OLD_FORM}  # clauses of the mark `only`, besides those of a row
 CLAUSES = {field.name for field in dataclasses.fields(Launcher) if field.type is bool}
 
 # Where CI=true is set, as in .ci/run, a skip would look like a pass. These reasons alone are permitted there.
@@ -74,9 +72,11 @@ def belongs(item: pytest.Item) -> bool:
     """Whether a test runs with its example: with each, or as its marks `only` say."""
     example, row = item.callspec.params["example"], LAUNCHERS[item.callspec.params["example"]]
     for mark in item.iter_markers("only"):
-        if wrong := set(mark.args) - {*EXAMPLES, *CLAUSES}:
+        if wrong := set(mark.args) - {*EXAMPLES, *CLAUSES, *FORMS}:
             raise pytest.UsageError(f"{item.nodeid}: the mark only names no example and no clause: {wrong}")
-        if example not in mark.args and not any(getattr(row, name) for name in CLAUSES.intersection(mark.args)):
+        of_form = any(example in FORMS[name] for name in FORMS.keys() & {*mark.args})
+        of_row = any(getattr(row, name) for name in CLAUSES.intersection(mark.args))
+        if example not in mark.args and not of_form and not of_row:
             return False
     named = part_of(item.path)
     if named in EXAMPLES and named != example:
@@ -97,17 +97,7 @@ def is_weekly(item: pytest.Item, when: set[str]) -> bool:
     """Whether a test is too long for the ordinary checks, alone or with its example, by these words of `runs`."""
     if "example" not in item.fixturenames:
         return "weekly" in when
-    example = item.callspec.params["example"]
-    jobs = item.get_closest_marker("slurm")
-    one = ONE_ON_SLURM if jobs else ONE
-    # On one machine a twin runs the lines of the other example, whose tests hold for both.
-    alone = jobs or "smoke" in when or part_of(item.path) == example
-    return (
-        "weekly" in when
-        or (LAUNCHERS[example].twin != "" and not alone)
-        or ("one" in when and example != one)
-        or ("patterns" in when and not LAUNCHERS[example].pattern)
-    )
+    return "weekly" in when or ("one" in when and item.callspec.params["example"] != ONE)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself selects by mark
@@ -239,19 +229,6 @@ def no_run_left() -> Iterator[None]:
             with contextlib.suppress(AssertionError):  # the others are to be ended all the same
                 run.end()
         pytest.fail(f"left running: {[run.command for run in left]}")
-
-
-@pytest.fixture
-def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have fail() of the plumbing, which would end the process of the tests, raise RefusedError."""
-    import plumbing
-
-    def fail(message: object) -> None:
-        raise RefusedError(str(message))
-
-    for module in vars(plumbing).values():
-        if getattr(module, "__package__", None) == "plumbing" and hasattr(module, "fail"):
-            monkeypatch.setattr(module, "fail", fail)
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,13 @@
 """What users have around them: an account that is not root's, a umask, a locale, a folder's name, a /tmp of many."""
 
 import os
-import shutil
 import stat
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from harness import outputs, refusals, runs
+from harness import outputs, runs
 from harness.jobs import hand_over
 from harness.launchers import LAUNCHERS, copy_example
 from harness.runs import Reference
@@ -86,48 +85,3 @@ def test_two_users(example: str, source: Path, tmp_path: Path, reference: Refere
         started.append(runs.Run([*as_user(uid, uid), *LAUNCHERS[example].command(2)], folder, own))
     for run in started:
         assert_trained(run.wait(600), example, reference)
-
-
-LOCALE = "en_US.ISO-8859-1"
-LOCALES = Path("/usr/share/i18n/charmaps/ISO-8859-1.gz")
-
-
-@pytest.mark.skipif(not (LOCALES.exists() and shutil.which("localedef")), reason="needs Debian's package locales")
-@pytest.mark.runs("weekly")
-def test_latin_1(example: str, source: Path, tmp_path: Path, reference: Reference) -> None:
-    """In a locale whose letters are single bytes, in a folder whose name it lacks, a run has the same bits."""
-    (tmp_path / "locales").mkdir()
-    words = ["localedef", "-i", "en_US", "-f", "ISO-8859-1", f"{tmp_path / 'locales' / LOCALE}"]
-    subprocess.run(words, check=True, timeout=300)
-    folder = copy_example(source, tmp_path / "Ελένη" / example)
-    own = {"LC_ALL": LOCALE, "LOCPATH": str(tmp_path / "locales"), "PYTHONUTF8": "0"}
-    asked = "import locale; print(locale.getpreferredencoding())"
-    assert runs.Run(["python", "-c", asked], folder, own).wait().stdout == "ISO-8859-1\n"
-    assert_trained(runs.Run(LAUNCHERS[example].command(2), folder, own).wait(), example, reference)
-
-
-@needs_root
-@pytest.mark.only("fsdp", "lora", "srun_multinode", "torchrun_multinode", "torchrun_vision")
-@pytest.mark.runs("weekly")
-@pytest.mark.parametrize("other", [False, True])
-def test_compile(example: str, folder: Path, tmp_path: Path, other: bool) -> None:
-    """--compile where no program of TMPDIR can be executed: one line says so, and what it names helps."""
-    words = [*noexec(tmp_path / "t"), *LAUNCHERS[example].command(2), "--compile", "--epochs", "1"]
-    own = {"TMPDIR": str(tmp_path / "t")}
-    if other:
-        own["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
-    run = runs.Run(words, folder, own).wait(500)
-    if other:
-        assert run.status == 0, run.stderr
-    else:
-        refusals.assert_refused(run, 1, "--compile: PyTorch cannot compile the model", "TORCHINDUCTOR_CACHE_DIR")
-
-
-@needs_root
-@pytest.mark.only("deepspeed")
-@pytest.mark.runs("weekly")
-def test_compiled_op(example: str, folder: Path, tmp_path: Path) -> None:
-    """An op of DeepSpeed's that is compiled where no program can be executed: one line says so."""
-    words = [*noexec(tmp_path / "t"), *LAUNCHERS[example].command(2), "--deepspeed_config", "ds_config_offload.json"]
-    run = runs.Run(words, folder, {"TORCH_EXTENSIONS_DIR": str(tmp_path / "t" / "ops")}).wait(400)
-    refusals.assert_refused(run, 1, "ds_config_offload.json", "TORCH_EXTENSIONS_DIR")

@@ -7,19 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from harness import outputs, refusals, runs
-from harness.launchers import LAUNCHERS
+from harness import outputs, runs
 
 pytestmark = [
-    pytest.mark.only("srun_multinode", "torchrun_multinode", "torchrun_vision", "fsdp", "lora"),
+    pytest.mark.only("torchrun_vision", "fsdp", "lora"),
     pytest.mark.runs("weekly"),
     pytest.mark.timeout(1800),
 ]
 SMALL = {  # little to train, in two epochs
     "fsdp": "--tokens 6800 --context 32 --width 64 --layers 3",
     "lora": "",
-    "srun_multinode": "",
-    "torchrun_multinode": "",
     "torchrun_vision": "--workers 1",
 }
 WAYS = {
@@ -76,38 +73,3 @@ def test_switched_on_and_off(example: str, folder: Path) -> None:
         run = runs.train(example, folder, 2, *own, *second, "--resume", seconds=600, **cache)
         assert "continuing after epoch 1 of 2" in run.stdout
         assert_same(example, output, folder / "plain")
-
-
-def test_stopped_and_resumed(example: str, folder: Path) -> None:
-    """Stopped in mid-epoch and continued, it ends with the weights of an undisturbed run, all with --compile.
-
-    In fp64 the sum of an epoch's losses, which a checkpoint has of all processes, is rounded: it depends on the stop.
-    """
-    words, cache = [*words_of(example), "--compile"], {CACHE: str(folder / "cache")}
-    runs.train(example, folder, 2, *words, "--output-dir", "undisturbed", seconds=600, **cache)
-    run = runs.start(example, folder, 2, *words, **cache)
-    run.read_epoch(1)
-    step = runs.ask_to_stop(example, run)
-    runs.train(example, folder, 2, *words, "--resume", seconds=600, **cache)
-    runs.assert_continued(folder / "output", step)
-    outputs.assert_same_weights(*(outputs.read_model(folder / name) for name in ("output", "undisturbed")))
-    for row, expected in zip(*(outputs.read_metrics(folder / name) for name in ("output", "undisturbed")), strict=True):
-        assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-12)
-        assert [row[name] for name in ("test_loss", "epoch")] == [expected[name] for name in ("test_loss", "epoch")]
-
-
-def test_killed(example: str, folder: Path) -> None:
-    """Killed while it compiles, no process of it is left, the compiler's own neither; then it starts anew."""
-    words, cache = [*words_of(example), "--compile"], {CACHE: str(folder / "cache")}
-    run = runs.start(example, folder, 2, *words, "--resume", **cache)
-    run.read_until("samples: ")
-    runs.kill_all(example, run)
-    runs.train(example, folder, 2, *words, "--resume", seconds=600, **cache)
-
-
-@pytest.mark.only("fsdp")
-def test_no_compiler(example: str, folder: Path) -> None:
-    """Without a C++ compiler the run ends with one line that says what is needed."""
-    run = runs.start(example, folder, 2, *words_of(example), "--compile", CXX="no-such-compiler").wait()
-    says = "--compile: PyTorch cannot compile the model (InvalidCxxCompiler"
-    refusals.assert_refused(run, LAUNCHERS[example].status_after_bad_input, says)

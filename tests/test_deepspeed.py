@@ -1,24 +1,14 @@
 """What only deepspeed promises: equal stages, sharded memory, its own settings file, checkpoints of several files."""
 
 import json
-import os
-import re
-import shutil
 import signal
 import sys
-import sysconfig
-import venv
-from argparse import Namespace
-from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from harness import edits, outputs, readme, refusals, runs
-from harness.launchers import LAUNCHERS
-from harness.processes import wait_until
 from harness.runs import Reference
 from tests import held_memory
 
@@ -66,13 +56,6 @@ def test_stage_3_without_a_compiler(example: str, folder: Path, reference: Refer
     assert not list(Path(bare["TORCH_EXTENSIONS_DIR"]).glob("**/*.so"))
 
 
-@pytest.mark.runs("weekly")
-@pytest.mark.parametrize("repeat", range(5))
-def test_stage_2_killed_ten_times(example: str, folder: Path, reference: Reference, repeat: int) -> None:
-    """Five runs at stage 2, each killed at two random moments and resumed: the bits of an undisturbed stage 0."""
-    runs.kill_and_resume(example, folder, reference, [runs.kill_all, runs.kill_all], "--zero-stage", 2)
-
-
 @pytest.mark.runs("weekly")  # the contract kills it at other moments
 def test_killed_while_saving(example: str, folder: Path, reference: Reference) -> None:
     """Killed with half a shard of epoch 2 written: the run continues from epoch 1, which run.json names."""
@@ -92,20 +75,6 @@ def test_killed_while_saving(example: str, folder: Path, reference: Reference) -
     assert "continuing after epoch 1 of 5" in resumed.stdout
     outputs.assert_same_run(folder / "output", reference.output)
     assert sorted(path.name for path in checkpoint.glob("epoch*")) == ["epoch5-step0"]
-
-
-@pytest.mark.runs("weekly")  # test_bad_checkpoint does so with the file of the weights
-def test_damaged_shard(example: str, folder: Path) -> None:
-    """With one bit of a shard of the second process flipped, a run is refused, and the file is left as it is."""
-    words = ["--zero-stage", 2, "--epochs", 1]
-    runs.train(example, folder, 2, *words)
-    (shard,) = (folder / "output" / "checkpoint").glob("epoch1-step0/zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    flipped = bytearray(shard.read_bytes())
-    flipped[len(flipped) // 2] ^= 1
-    shard.write_bytes(flipped)
-    refused = runs.start(example, folder, 2, *words, "--resume").wait()
-    refusals.assert_refused(refused, 1, "output/checkpoint", "damaged", shard.name, "move it away")
-    assert shard.read_bytes() == flipped
 
 
 FILES = {  # name: content, and what the line must say
@@ -196,95 +165,9 @@ def test_bf16_with_accumulation(example: str, folder: Path) -> None:
     assert sum(weight.numel() for weight in weights.values()) == 1_199_882
 
 
-@pytest.mark.runs("weekly")
-def test_learning_rate_at_each_stage(example: str, folder: Path) -> None:
-    """At each stage the optimizer has the scaled rate of the warm-up, and takes the same steps, of two batches each."""
-    edits.note_rates(folder, LAUNCHERS[example])
-    settings = json.loads((folder / "ds_config.json").read_text()) | {"gradient_accumulation_steps": 2}
-    (folder / "own.json").write_text(json.dumps(settings))
-    words = "--deepspeed_config own.json --epochs 2 --scale-lr sqrt --warmup-steps 7"
-    for stage in range(4):
-        run = runs.train(example, folder, 2, *words.split(), "--zero-stage", stage, "--output-dir", f"output/{stage}")
-        assert "learning rate 0.00141421 from the command line" in run.stdout
-        assert edits.noted_rates(folder) == [0.001 * 2**0.5 * min(1, (step + 1) / 8) for step in range(10)]
-        weights, first = (outputs.read_model(folder / "output" / name) for name in (str(stage), "0"))
-        assert outputs.largest_difference(weights, first) < 1e-5  # stage 2 adds up the two batches in another way
-
-
-@pytest.mark.runs("weekly")
-@pytest.mark.skipif(not (shutil.which("c++") and shutil.which("ninja")), reason="needs a C++ compiler and ninja")
-def test_offload(example: str, folder: Path, tmp_path: Path) -> None:
-    """Adam's state kept by DeepSpeedCPUAdam, which is compiled: it learns the digits.
-
-    A first run is killed while it compiles: PyTorch's lock does not keep the next one waiting, as in older releases.
-    """
-    words, ops = ("--deepspeed_config", "ds_config_offload.json", "--epochs", 2), tmp_path / "ops"
-    killed = runs.start(example, folder, 2, *words, TORCH_EXTENSIONS_DIR=str(ops))
-    wait_until(lambda: list(ops.glob("**/lock")) and list(ops.glob("**/build.ninja")), 300, "the compiler")
-    killed.end()
-    assert not list(ops.glob("**/*.so"))
-    run = runs.start(example, folder, 2, *words, TORCH_EXTENSIONS_DIR=str(ops)).wait(400)
-    assert run.status == 0, run.stderr
-    assert "ds_config_offload.json: ZeRO stage 2" in run.stdout
-    assert outputs.read_metrics(folder / "output")[-1]["test_accuracy"] > 0.85
-
-
 def test_offload_without_a_compiler(example: str, folder: Path, bare: dict[str, Any]) -> None:
     """Where the op cannot be compiled, one line says what to install or to build before."""
     run = runs.start(example, folder, 2, "--deepspeed_config", "ds_config_offload.json", **bare).wait()
     refusals.assert_refused(
         run, 1, "ds_config_offload.json", "cpu_adam", "install ninja and g++", "DS_BUILD_CPU_ADAM=1"
     )
-
-
-@pytest.mark.runs("weekly")
-@pytest.mark.timeout(1500)
-@pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
-def test_built_beforehand(example: str, folder: Path, bare: dict[str, Any]) -> None:
-    """The README's DS_BUILD_CPU_ADAM line, for CPUs: the op is in what it installs, and needs no compiler any more.
-
-    It goes into an environment of its own, which sees the packages of the tests' environment.
-    """
-    words = re.search(r"`(DS_ACCELERATOR=cuda [^`]*)`\s+`([^`]*)`", (folder / "README.md").read_text())
-    install = f"{words[1]} {words[2]}".replace("DS_ACCELERATOR=cuda", "DS_ACCELERATOR=cpu")
-    assert "DS_BUILD_CPU_ADAM=1" in install and f"deepspeed=={version('deepspeed')}" in install
-    python = folder / ".venv" / "bin" / "python"
-    venv.create(folder / ".venv", with_pip=True)
-    site = next(folder.glob(".venv/lib/python*/site-packages"))
-    (site / "tests.pth").write_text(sysconfig.get_path("purelib"))
-    path = f"{python.parent}:{os.environ['PATH']}"
-    done = runs.Run(["bash", "-ec", install], folder, {"PATH": path}).wait(900)
-    assert done.status == 0, done.stderr
-    assert list(site.glob("deepspeed/ops/adam/cpu_adam_op*.so"))
-    words = "-m torch.distributed.run --standalone --nproc-per-node=2 train.py --epochs 2 --deepspeed_config"
-    run = runs.Run([str(python), *words.split(), "ds_config_offload.json"], folder, bare).wait()
-    assert run.status == 0, run.stderr
-    assert "ds_config_offload.json: ZeRO stage 2" in run.stdout
-    assert outputs.read_metrics(folder / "output")[-1]["test_accuracy"] > 0.85
-    assert not list(Path(bare["TORCH_EXTENSIONS_DIR"]).glob("**/*.so"))
-
-
-def test_scheduler_of_the_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Where the file has a scheduler, no other rate is printed, and flags that would have no effect are refused."""
-    import torch
-
-    from plumbing import checks, deepspeed_config
-
-    monkeypatch.setattr(deepspeed_config, "fail", lambda message: pytest.fail(message, pytrace=False))
-    settings = {"deepspeed_config": "own.json", "batch_size": 64, "scale_lr": None, "warmup_steps": 0}
-    answers = {"zero_optimization_stage": 1, "optimizer_name": "adamw", "gradient_accumulation_steps": 1}
-    answers |= {"bfloat16_enabled": False, "fp16_enabled": False}
-    methods = {name: lambda answer=answer: answer for name, answer in answers.items()}
-    model = torch.nn.Linear(1, 1)
-    engine = SimpleNamespace(**methods, lr_scheduler=object(), module=model)
-    args = Namespace(**settings)
-    deepspeed_config.note_config(args, engine)
-    model(torch.ones(1)).backward()
-    assert [*checks.gradients.values()] == [1, 1]  # what stages 1 and 2 have to compare
-    checks.gradients.clear()
-    deepspeed_config.print_config(args, 0.5)
-    says = "ZeRO stage 1, fp32, learning rate by its scheduler; micro batch 64 from the command line\n"
-    assert capsys.readouterr().out == f"own.json: {says}"
-    for more in ({"scale_lr": "linear"}, {"warmup_steps": 7}):
-        with pytest.raises(pytest.fail.Exception, match=r"own\.json: it has a scheduler, with which --scale-lr"):
-            deepspeed_config.note_config(Namespace(**settings | more), engine)

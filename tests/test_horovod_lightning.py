@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import edits, outputs, refusals, runs
-from harness.launchers import LAUNCHERS
+from harness import outputs, runs
 from harness.runs import Reference
 
 pytestmark = pytest.mark.only("horovod_lightning")
@@ -31,27 +30,6 @@ def test_accumulation_and_clipping(example: str, folder: Path, reference: Refere
     assert row["train_loss"] > outputs.read_metrics(reference.output)[0]["train_loss"] + 0.1
     for name in ("train_loss", "test_loss", "test_accuracy"):
         assert logged[name] == pytest.approx(row[name], rel=1e-6)
-
-
-@pytest.mark.runs("weekly")
-def test_scheduler_of_parts(example: str, folder: Path) -> None:
-    """A scheduler that is made of others sets the rate of the wrapped optimizer, also after a resume."""
-    parts = "[s.LinearLR(optimizer, 0.1, total_iters=1), s.ExponentialLR(optimizer, 0.5)]"
-    lines = [
-        "        optimizer = torch.optim.AdamW(self.parameters(), self.args.lr)",
-        "        s = torch.optim.lr_scheduler",
-        f"        schedule = s.SequentialLR(optimizer, {parts}, [1])",
-        '        return {"optimizer": optimizer, "lr_scheduler": schedule}\n',
-    ]
-    line = "        return torch.optim.AdamW(self.parameters(), self.args.lr)\n"
-    edits.edit(folder / "train.py", line, "\n".join(lines))
-    edits.note_rates(folder, LAUNCHERS[example])
-    runs.train(example, folder, 2, "--epochs", 3, "--output-dir", "whole")
-    for epochs in (1, 2, 3):
-        runs.train(example, folder, 2, "--epochs", epochs, "--resume")
-    outputs.assert_same_run(folder / "output", folder / "whole")
-    rates = [rate for rate in (1e-4, 1e-3, 5e-4) for _ in range(11)]
-    assert edits.noted_rates(folder) == pytest.approx(rates)
 
 
 ASK = """
@@ -93,14 +71,3 @@ def test_strategy(example: str, folder: Path) -> None:
     same += "[[1.0, 2.0], [2.0, 4.0]], {'from': 1}, [3], False, True, 'kept', 'saved'"
     expected = [f"0 [2, 0, 0, True, {same}]", f"1 [2, 1, 0, False, {same}]"]
     assert sorted(run.stdout.splitlines()) == expected, run.stderr
-
-
-def test_bad_arguments_of_its_own(example: str, folder: Path) -> None:
-    """Each argument that only this example has is refused with one line."""
-    texts = {
-        "--max-grad-norm -1": ["--max-grad-norm", "0 or more", "-1"],
-        "--max-grad-norm nan": ["--max-grad-norm", "0 or more", "nan"],
-        "--gradient-accumulation-steps 0": ["--gradient-accumulation-steps", "1 or more", "0"],
-        "--logger none": ["--logger", "'none'", "CSVLogger"],
-    }
-    refusals.assert_arguments_refused(folder, texts)

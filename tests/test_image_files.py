@@ -3,26 +3,21 @@
 Nothing is started here but in one test: the modules' functions are called in the process of pytest.
 """
 
-import argparse
-import gzip
 import io
-import json
 import os
 import shutil
 import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import plumbing
-from harness import edits, outputs, readme, runs
-from harness.runs import Reference
+from harness import outputs, runs
 
 if TYPE_CHECKING:  # tests of other examples read this file, too, and shall not import it
     import numpy as np
@@ -38,11 +33,6 @@ def image_files(shipped: Path) -> ModuleType:
 @pytest.fixture
 def classifiers(shipped: Path) -> ModuleType:
     return outputs.import_file(shipped / "classifiers.py")
-
-
-@pytest.fixture
-def predict(shipped: Path) -> ModuleType:
-    return outputs.import_file(shipped / "predict.py")
 
 
 @pytest.fixture
@@ -253,48 +243,11 @@ def assert_one_line(image_files: ModuleType, call: Callable[[], object], *texts:
     assert "\n" not in message and all(text in message for text in texts), message
 
 
-def absolute(data: Path) -> Path:
-    return make_tar("x.tar", data.resolve())
-
-
-def from_beside(data: Path) -> Path:
-    Path("beside").mkdir()
-    return make_tar("x.tar", "-P", "-C", "beside", "../data")
-
-
-def below_train(data: Path) -> Path:
-    Path("train").mkdir()
-    shutil.move(data, "train/images")
-    return make_tar("x.tar", "train")
-
-
-def with_macosx(data: Path) -> Path:
-    put(Path("__MACOSX/data/train/a/._1.png"))
-    return make_tar("x.tar", "__MACOSX", "data")
-
-
 def twice(data: Path) -> Path:
     path = make_tar("x.tar", "data")
     put(data / "train/a/1.png", b"new")
     subprocess.run(["tar", "-rf", path, data / "train/a/1.png"], check=True, timeout=300)
     return path
-
-
-def with_pool(data: Path) -> Path:
-    put(Path("pool/1.png"), b"pool")
-    link(data / "train/a/1.png", "../../../pool/1.png")
-    return make_tar("x.tar", "data", "pool")
-
-
-def absolute_links(data: Path) -> Path:
-    link(data / "train/a/1.png", str((data / "train/b/1.png").resolve()))
-    return make_tar("x.tar", data.resolve())
-
-
-def in_format(word: str) -> Callable[[Path], Path]:
-    return lambda data: (put(data / f"train/a/{'n' * 90}/{'m' * 95}.png"), make_tar("x.tar", f"--format={word}", data))[
-        1
-    ]
 
 
 def several(data: Path) -> Path:
@@ -303,37 +256,6 @@ def several(data: Path) -> Path:
     make_tar("tars/b.tar", "-C", "data", "train/b", "val/b")
     put(Path("tars/._a.tar"))
     return Path("tars")
-
-
-READ = {  # the tar that is made: images in train/, and the content of the first, or of none
-    "absolute": (absolute, 6, None),
-    "from beside": (from_beside, 6, None),
-    "below train": (below_train, 6, None),
-    "of a mac": (with_macosx, 6, None),
-    "twice": (twice, 6, b"new"),
-    "pool beside": (with_pool, 6, b"pool"),
-    "absolute links": (absolute_links, 6, b"data/train/b/1.png"),
-    "gnu": (in_format("gnu"), 7, None),
-    "pax": (in_format("pax"), 7, None),
-    "parts apart": (lambda data: make_tar("x.tar", "--transform=s,data/val,other/val,", "data"), 6, None),
-    "several": (several, 6, None),
-}
-
-
-@pytest.mark.parametrize("case", READ)
-def test_tars(example: str, image_files: ModuleType, data: Path, case: str) -> None:
-    """However a tar was made, its images are read; of two members with one name the last counts, as when unpacked."""
-    make, count, first = READ[case]
-    train, val, classes = load(image_files, make(data))
-    assert (len(train), len(val), classes) == (count, 4, ["a", "b"])
-    assert contents(train)[0] == (b"train/a/1.png", 0, first or b"data/train/a/1.png")
-
-
-def outside(data: Path) -> Path:
-    for path in sorted(data.glob("train/*/2.png")):
-        put(Path("pool", path), path.read_bytes())
-        link(path, f"../../../pool/{path}")
-    return make_tar("x.tar", "data")
 
 
 def cut(size: int) -> Callable[[Path], Path]:
@@ -345,218 +267,6 @@ def cut(size: int) -> Callable[[Path], Path]:
         return path
 
     return make
-
-
-def joined(data: Path) -> Path:
-    one, other = make_tar("1.tar", *data.glob("*/a")), make_tar("2.tar", *data.glob("*/b"))
-    Path("x.tar").write_bytes(one.read_bytes() + other.read_bytes())
-    return Path("x.tar")
-
-
-def sparse(data: Path) -> Path:
-    with open(data / "train/a/4.png", "wb") as file:
-        file.truncate(2**20)
-        file.seek(2**20)
-        file.write(b"end")
-    return make_tar("x.tar", "--sparse", "data")
-
-
-def compressed(data: Path) -> Path:
-    Path("x.tar").write_bytes(gzip.compress(make_tar("y.tar", "data").read_bytes()))
-    return Path("x.tar")
-
-
-def two_sets(data: Path) -> Path:
-    shutil.copytree(data, "both/one")
-    shutil.copytree(data, "both/other")
-    return make_tar("x.tar", "both")
-
-
-def of_nothing(data: Path) -> Path:
-    put(Path("photos/a/1.png"))
-    return make_tar("x.tar", "photos")
-
-
-BAD_TARS = {  # the tar that is made: what the line says
-    "links outside": (outside, ["2 links lead to nothing", "train/a/2.png", "tar --dereference"]),
-    "cut in a file": (cut(7000), ["no complete tar"]),
-    "cut between two files": (cut(-1024), ["no complete tar (its end is missing)"]),
-    "joined": (joined, ["no complete tar (more follows behind its end"]),
-    "sparse": (sparse, ["sparse files, such as data/train/a/4.png", "without --sparse"]),
-    "compressed": (compressed, ["no complete tar", "without compression"]),
-    "two data sets": (two_sets, ["another folder in it has train/a/1.png, too"]),
-    "of nothing": (of_nothing, ["x.tar/train is not a folder CLASS/*.jpg", "it has photos"]),
-    "empty file": (lambda data: (put(Path("x.tar"), b""), Path("x.tar"))[1], ["no complete tar"]),
-}
-
-
-@pytest.mark.parametrize("case", BAD_TARS)
-def test_bad_tars(example: str, image_files: ModuleType, data: Path, case: str) -> None:
-    """A tar that lacks images, or has them where they cannot be read, is one line."""
-    make, texts = BAD_TARS[case]
-    path = make(data)
-    assert_one_line(image_files, lambda: load(image_files, path), "x.tar", *texts)
-
-
-def test_folder_that_cannot_be_read(
-    example: str, image_files: ModuleType, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder that the user may not read is one line, not a class with fewer images."""
-    (data / "train/a/more").mkdir()
-    scandir = os.scandir
-
-    def refuse(path: str) -> Iterator[os.DirEntry]:
-        if str(path).endswith("more"):
-            raise PermissionError(13, "Permission denied", path)
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)  # root may read all of them
-    assert_one_line(image_files, lambda: load(image_files, data), "data/train/a/more", "Permission denied")
-
-
-def test_no_look_at_each_file(
-    example: str, image_files: ModuleType, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of what is no link only folders cost a call of `stat`: there may be a million files."""
-    seen, stat = [], os.stat
-    monkeypatch.setattr(os, "stat", lambda path, **words: (seen.append(str(path)), stat(path, **words))[1])
-    load(image_files, data)
-    assert not [path for path in seen if path.endswith(".png")] and "data/train/a" in seen
-
-
-@pytest.mark.parametrize("case", [name for name in LISTED if name not in ("no class", "git", "archive of a mac")])
-def test_listed_by_predict(example: str, image_files: ModuleType, data: Path, case: str) -> None:
-    """predict.py finds the images of a part that train.py finds, and says the same of what was left out."""
-    change, count, _, left_out = LISTED[case]
-    change(data)
-    paths, text = image_files.find_images(data / "train")
-    assert sorted(f"train/{path}" for path in paths) == sorted(
-        os.fsdecode(path) for path in load(image_files, data)[0].paths
-    )
-    assert len(paths) == count and bool(text) <= bool(left_out)
-
-
-def folder_of_tars(data: Path) -> Path:
-    Path("tars").mkdir()
-    make_tar("tars/1.tar", "data/train/a", "data/val")
-    make_tar("tars/2.tar", "data/train/b")
-    return Path("tars")
-
-
-def with_more(data: Path) -> Path:
-    put(data / "train/a/notes.txt")
-    put(data / "train/a/.hidden.png")
-    link(data / "val/b/7.png", "1.png")
-    return make_tar("data.tar", data)
-
-
-# What is listed, made of the folder `data`.
-SHARED: dict[str, Callable[[Path], Path]] = {
-    "a folder": lambda data: data,
-    "a tar": lambda data: make_tar("data.tar", data),
-    "a folder of tars": folder_of_tars,
-    "a tar of what is left out, too": with_more,
-    "a link to a folder": lambda data: data.rename("other") and (link(data, "other"), data)[1],
-    "without val": lambda data: shutil.rmtree(data / "val") or data,
-    "a tar that was cut": lambda data: cut(4000)(data),
-    "nothing": lambda data: Path("nothing"),
-}
-
-
-@pytest.mark.parametrize("case", SHARED)
-def test_listed_by_rank_0_alone(
-    example: str, image_files: ModuleType, data: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
-    """All other processes read no folder and no head of a tar, have the same images, and raise the same error."""
-    path, reads, sent = SHARED[case](data), [], []
-
-    class Rank(argparse.Namespace):
-        """In the place of torch.distributed, in the process of this number: what rank 0 sends is kept for the other."""
-
-        def broadcast_object_list(self, values: list, group: object) -> None:
-            if self.get_rank() == 0:
-                sent.append(values[0])
-            values[0] = sent[-1]
-
-    def count(name: str) -> Callable:
-        function = getattr(os, name)
-        return lambda *words: reads.append((name, *words)) or function(*words)
-
-    monkeypatch.setattr(image_files, "stage", image_files.open_in_place)
-    monkeypatch.setattr(image_files, "os", argparse.Namespace(**vars(os)))
-    for name in ("scandir", "dup", "listdir", "pread"):  # read_tree takes a copy of the descriptor
-        monkeypatch.setattr(image_files.os, name, count(name))
-    found: list[Any] = []
-    for number in range(2):
-        dist = Rank(is_initialized=lambda: True, get_rank=lambda number=number: number)
-        dist.destroy_process_group = lambda _: None
-        monkeypatch.setattr(image_files, "dist", dist)
-        monkeypatch.setattr(image_files, "patient_group", lambda: "the group of rank 0 and the other")
-        reads.clear()
-        try:
-            *sets, names = image_files.load(path, 32)
-            found.append(([contents(part) for part in sets], names))
-        except image_files.DataError as error:
-            found.append(str(error))
-        assert bool(reads) == (number == 0 and case != "nothing"), reads
-    assert found[0] == found[1] and (not isinstance(found[0], str) or path.name in found[0])
-    assert case != "nothing" or "python make_images.py" in found[0]
-
-
-def test_another_tar_on_another_node(example: str, image_files: Any, data: Path) -> None:
-    """A file that is not the one in which rank 0 has looked is refused: its images would be others, or damaged."""
-    for path in (make_tar("data.tar", data), folder_of_tars(data)):
-        image_files.stage = image_files.open_in_place
-        source = image_files.open_source(path, image_files.open_in_place)
-        names, parts, sizes, left_out = image_files.list_parts(path, source)
-        image_files.from_rank_0 = lambda _: (names, parts, sizes, left_out)  # noqa: B023 (called at once)
-        assert image_files.load(path, 32)[2] == ["a", "b"]
-        put(data / "train/b/4.png", bytes(20_000))
-        make_tar("data.tar" if path.is_file() else "tars/2.tar", data / "train/b")
-        assert_one_line(image_files, lambda: image_files.load(path, 32), f"{path} on ", "copy it anew")  # noqa: B023
-
-
-@pytest.mark.parametrize("size", [4097, 100_000, 10**9])
-def test_absurd_size(example: str, image_files: ModuleType, data: Path, size: int) -> None:
-    """An --image-size for which no memory would do is one line, before any is asked for."""
-    assert_one_line(image_files, lambda: image_files.load(data, size), f"--image-size {size} is above 4096")
-
-
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
-@pytest.mark.parametrize("program", ["train.py", "image_files.py"])
-def test_workers_have_the_open_tars(
-    example: str,
-    shipped: Path,
-    data: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    method: str,
-    program: str,
-) -> None:
-    """Loader workers are forked, whatever the default is (forkserver, from Python 3.14 on): they read a tar."""
-    import multiprocessing
-
-    from torch.utils.data import DataLoader
-
-    module, had = outputs.import_file(shipped / "image_files.py"), multiprocessing.get_start_method(allow_none=True)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    for path in data.glob("*/*/*.png"):
-        put(path, png(8, 2, pixels(3)))
-    make_tar("data.tar", data)
-    try:
-        multiprocessing.set_start_method(method, force=True)
-        if program == "train.py":
-            monkeypatch.setattr(plumbing.launchers.atexit, "register", lambda *_: None)
-            plumbing.end_with_loader_workers()
-            train_set, _, _ = load(module, Path("data.tar"))
-            assert [image.shape[1] for image, _ in DataLoader(train_set, num_workers=1)] == [3] * 6
-        else:
-            monkeypatch.setattr(sys, "argv", ["image_files.py", "data.tar"])
-            with pytest.raises(SystemExit) as ended:
-                module.main()
-            assert ended.value.code == 0 and "10 images, 0 of them damaged" in capsys.readouterr().out
-    finally:
-        multiprocessing.set_start_method(had, force=True)
 
 
 def png(depth: int, colours: int, values: "np.ndarray") -> bytes:
@@ -636,31 +346,6 @@ def test_decoded(example: str, image_files: ModuleType, case: str) -> None:
     assert np.abs(image.permute(1, 2, 0).numpy().astype(int) - expected).max() <= (0 if exact else 1)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
-def test_upright(example: str, image_files: ModuleType, form: str, orientation: int) -> None:
-    """An image is turned and mirrored as EXIF says, as Pillow does it."""
-    import numpy as np
-    from PIL import Image, ImageOps
-
-    content = saved("RGB", form, exif=TURNED[:24] + bytes([orientation]) + TURNED[25:])
-    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
-    assert (image_files.decode(content).permute(1, 2, 0).numpy() == np.asarray(expected)).all()
-
-
-@pytest.mark.parametrize("form", ["PNG", "WEBP"])
-def test_damaged_exif(example: str, image_files: ModuleType, form: str) -> None:
-    """An image is intact if what is damaged is its EXIF."""
-    content = saved("RGB", form, exif=b"Exif\0\0no EXIF at all")
-    assert (image_files.decode(content) == image_files.decode(saved("RGB", form))).all()
-
-
-def test_decoded_with_a_warning(example: str, image_files: ModuleType) -> None:
-    """A JPEG with bytes between its parts, which libjpeg only warns of, is an image all the same."""
-    content = saved("RGB", "JPEG")
-    assert (image_files.decode(content[:-2] + b"abc" + content[-2:]) == image_files.decode(content)).all()
-
-
 NO_IMAGES = {  # the content of a file: what the line says
     "empty": (lambda: b"", "it is empty"),
     "text": (lambda: b"no image", "it cannot be decoded"),
@@ -698,29 +383,6 @@ def test_not_decoded(example: str, image_files: ModuleType, data: Path, shipped:
     ]
 
 
-def test_odd_transforms(example: str, image_files: ModuleType, data: Path) -> None:
-    """A transform that returns what normalise() does not expect is one line; one that fails names its image."""
-    import torch
-
-    put(data / "train/a/1.png", png(8, 2, pixels(3)))
-    train, _, _ = load(image_files, data)
-    for change, text in (
-        (lambda image: image / 255, "not (3, 6, 8), float32"),
-        (lambda image: image.int(), "not (3, 6, 8), int32"),
-        (lambda image: image.permute(1, 2, 0), "not (6, 8, 3), uint8"),
-        (lambda image: image[:1], "not (1, 6, 8), uint8"),
-        (lambda image: image[0], "not (6, 8), uint8"),
-    ):
-        train.transform = change
-        assert_one_line(image_files, lambda: train[0], "data/train/a/1.png: the transform must return (3, H, W)", text)
-    train.transform = lambda image: image.reshape(7)
-    with pytest.raises(RuntimeError) as raised:
-        train[0]
-    assert raised.value.__notes__ == ["The image is data/train/a/1.png"]
-    train.transform = torch.clone
-    assert torch.equal(train[0][0], torch.from_numpy(pixels(3)).permute(2, 0, 1))
-
-
 def small_model(classes: int = 6) -> Any:
     from torch import nn
 
@@ -756,105 +418,6 @@ def test_weights_in_another_form(example: str, classifiers: ModuleType, tmp_path
     model = small_model()
     classifiers.load_weights(model, "small", tmp_path / "weights.pth")
     assert all(torch.equal(weight, weights[key]) for key, weight in model.state_dict().items())
-
-
-def with_change(key: str, change: Callable[[Any], Any]) -> Callable[[dict], dict]:
-    return lambda weights: weights | {key: change(weights[key])}
-
-
-def bytes_of(content: bytes) -> Callable[[dict], bytes]:
-    return lambda weights: content
-
-
-BAD_WEIGHTS = {  # what is in the file: what the line says
-    "other model": (
-        lambda weights: {"features.0.weight": weights["0.weight"]},
-        ["the model has 0.weight (4, 3, 3, 3), the other has not", "the file has features.0.weight (4, 3, 3, 3)"],
-    ),
-    "more layers": (lambda weights: weights | {"4.bias": weights["3.bias"]}, ["the file has 4.bias (6,), the other"]),
-    "other shape": (
-        with_change("0.weight", lambda w: w[:, :1]),
-        ["0.weight is (4, 3, 3, 3) in the model, (4, 1, 3, 3) in the file"],
-    ),
-    "part of a model": (
-        lambda weights: prefixed("backbone.")(weights),
-        ["the model has 0.weight", "backbone.0.weight"],
-    ),
-    "other classes": (lambda weights: small_model(10).state_dict(), ["is for 10 classes", "has 6", "--new-head"]),
-    "whole numbers": (with_change("0.weight", lambda w: w.char()), ["torch.float32 in the model, torch.int8 in the"]),
-    "not finite": (with_change("3.weight", lambda w: w / 0), ["numbers that are not finite, in 3.weight"]),
-    "whole model": (lambda weights: small_model(), ["more than weights", "model.state_dict()"]),
-    "arguments, too": (lambda weights: {"model": weights, "args": argparse.Namespace(a=1)}, ["more than weights"]),
-    "only an optimizer": (lambda weights: {"optimizer": {"lr": 1}}, ["no weights in it"]),
-    "list": (lambda weights: [1, 2], ["no weights in it"]),
-    "web page": (bytes_of(b"<!DOCTYPE html>"), ["it is a web page"]),
-    "Git LFS": (bytes_of(b"version https://git-lfs.github.com/spec/v1\n"), ["git lfs pull"]),
-    "empty": (bytes_of(b""), ["it is empty"]),
-    "text": (bytes_of(b"weights"), ["it is no file of torch.save"]),
-    "safetensors": (bytes_of(b"\x02\0\0\0\0\0\0\0{}"), ["safetensors.torch.load_file"]),
-}
-
-
-@pytest.mark.parametrize("case", BAD_WEIGHTS)
-def test_weights_refused(
-    example: str, image_files: ModuleType, classifiers: ModuleType, tmp_path: Path, case: str
-) -> None:
-    """Weights that do not fit, or are none, are one line, which names what differs first on both sides."""
-    import torch
-
-    make, texts = BAD_WEIGHTS[case]
-    content, path = make(small_model().state_dict()), tmp_path / "weights.pth"
-    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
-    call = lambda: classifiers.load_weights(small_model(), "small", path)  # noqa: E731
-    assert_one_line(image_files, call, f"--weights {path}", *texts)
-    if case == "other classes":
-        model = small_model()
-        classifiers.load_weights(model, "small", path, small_model(7))
-        assert torch.equal(model[0].weight, content["0.weight"]) and len(model[3].weight) == 6
-
-
-HEAD_FIRST = """
-from torch import nn
-
-class OwnModel(nn.Module):
-    def __init__(self, classes):
-        super().__init__()
-        self.head = nn.Linear(64, classes)
-        layers = [nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-        self.backbone = nn.Sequential(*layers)
-
-    def forward(self, images):
-        return self.head(self.backbone(images))
-"""
-
-
-def test_new_head_that_is_declared_first(example: str, classifiers: ModuleType, tmp_path: Path) -> None:
-    """--new-head finds the layer with the classes by its shapes, wherever it stands."""
-    import torch
-
-    space: dict[str, Any] = {}
-    exec(HEAD_FIRST, space)
-    model = space["OwnModel"](6)
-    own = model.head.weight.clone()
-    for classes in (10, 6):  # the second file has as many as the data
-        other = space["OwnModel"](classes)
-        torch.save(other.state_dict(), tmp_path / "weights.pth")
-        classifiers.load_weights(model, "own", tmp_path / "weights.pth", space["OwnModel"](7).to("meta"))
-        assert torch.equal(model.backbone[0].weight, other.backbone[0].weight) and torch.equal(model.head.weight, own)
-
-
-def test_pixels_of_weights(
-    example: str, image_files: ModuleType, classifiers: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Models whose weights torchvision trained with other pixels get these, or are refused in one line."""
-    get_model: Callable = lambda name, num_classes, **options: seen.append(options) or small_model(num_classes)  # noqa: E731
-    monkeypatch.setattr(classifiers.models, "get_model", get_model)
-    seen: list[dict] = []
-    for name in ("googlenet", "inception_v3", "resnet18"):
-        classifiers.make(name, 6, 4)
-    assert [options.get("transform_input") for options in seen] == [True, True, None]
-    call = lambda: classifiers.load_weights(small_model(), "efficientnet_v2_l", Path("weights.pth"))  # noqa: E731
-    assert_one_line(image_files, call, "--weights: ", "set MEAN = STD = (0.5, 0.5, 0.5) in image_files.py")
 
 
 def norms() -> dict[str, Callable[[], Any]]:
@@ -902,137 +465,3 @@ def test_only_statistics_are_averaged(example: str, classifiers: ModuleType, mon
     monkeypatch.setattr(classifiers.dist, "get_world_size", lambda: 1)
     classifiers.average_statistics(nn.BatchNorm2d(4))
     assert not sent
-
-
-def test_statistics_once_with_gradient_checkpointing(example: str, classifiers: ModuleType) -> None:
-    """A block that is computed twice updates its statistics once, of whatever norm, and need not have any."""
-    import torch
-    from torch import nn
-
-    for name in ("BatchNorm2d", "InstanceNorm2d", "without statistics", "momentum None"):
-        torch.manual_seed(0)
-        block = nn.Sequential(nn.Conv2d(3, 4, 3), norms()[name](), nn.ReLU())
-        before = {key: value.clone() for key, value in block.state_dict().items()}
-        images = torch.rand(2, 3, 8, 8)
-        block(images)
-        after = {key: value.clone() for key, value in block.state_dict().items()}
-        block.load_state_dict(before)
-        first, second = classifiers.first_and_second(block)
-        with first:
-            block(images)
-        with second:
-            block(images)
-        assert all(torch.equal(value, after[key]) for key, value in block.state_dict().items()), name
-
-
-def finished_run(folder: Path, model: Any, **settings: object) -> argparse.Namespace:
-    """Write what a run of a model leaves, as far as predict.py reads it, and return what predict.py is told."""
-    import torch
-
-    folder.mkdir()
-    torch.save(model.state_dict(), folder / "model.pt")
-    known = {"model": "squeezenet1_1", "image_size": 32, "seed": 0, "precision": "fp32", "lr": 1e-3}
-    known |= {"classes": ["cat", "dog"]}
-    (folder / "run.json").write_text(json.dumps({"settings": known | settings}))
-    return argparse.Namespace(model_of=folder)
-
-
-def test_predict_knows_the_classes(
-    example: str, predict: ModuleType, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The names of the classes are those that the run has recorded; the model may be any."""
-    import torch
-
-    space: dict[str, Any] = {}
-    exec(HEAD_FIRST, space)
-    monkeypatch.setattr(predict.train.classifiers, "make", lambda name, classes, size: space["OwnModel"](classes))
-    own, cpu = space["OwnModel"](2), torch.device("cpu")
-    args = finished_run(Path("recorded"), own)
-    model, _, names, _ = predict.load_model(args, cpu)
-    assert names == ["cat", "dog"] and torch.equal(model.head.weight, own.head.weight) and not model.training
-
-
-def test_predict_refuses(
-    example: str, predict: ModuleType, image_files: ModuleType, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What does not belong to the model is one line that says what to do."""
-    import torch
-
-    space: dict[str, Any] = {}
-    exec(HEAD_FIRST, space)
-    make = predict.train.classifiers.make
-    monkeypatch.setattr(predict.train.classifiers, "make", lambda name, classes, size: space["OwnModel"](classes))
-    own, cpu = space["OwnModel"](2), torch.device("cpu")
-
-    def refused(args: argparse.Namespace, *texts: str) -> None:
-        assert_one_line(image_files, lambda: predict.load_model(args, cpu), *texts)
-
-    refused(finished_run(Path("three"), space["OwnModel"](3)), "three/run.json has 2 classes, the model has 3")
-    refused(finished_run(Path("older"), own, classes=None), "run.json was made by an older train.py", "--resume")
-    args = finished_run(Path("damaged"), own)
-    put(args.model_of / "model.pt", b"half")
-    refused(args, "damaged/model.pt cannot be read", "--resume")
-    os.remove(args.model_of / "model.pt")
-    refused(args, "there is no damaged/model.pt yet")
-    put(args.model_of / "run.json", b"")
-    refused(args, "damaged/run.json cannot be read", "--resume")
-    os.remove(args.model_of / "run.json")
-    refused(args, "there is no damaged/run.json")
-    monkeypatch.setattr(predict.train.classifiers, "make", make)
-    args = finished_run(Path("own"), own)
-    refused(
-        args, "own/model.pt is of another model than train.py makes now", "head.weight (2, 64)", "own_classifier.py"
-    )
-    assert_one_line(image_files, lambda: image_files.find_images(Path("none")), "there is no folder none")
-
-
-MASK = """
-import torch
-from torch import nn
-
-class OwnModel(nn.Module):
-    def __init__(self, classes):
-        super().__init__()
-        self.patch = nn.Conv2d(3, 48, 8, 8)
-        mask = torch.full((16, 16), torch.finfo(torch.float32).min).triu(1)
-        self.register_buffer("mask", mask)
-        self.q, self.k, self.v = (nn.Linear(48, 48) for _ in range(3))
-        self.head = nn.Linear(48, classes)
-
-    def forward(self, images):
-        x = self.patch(images).flatten(2).transpose(1, 2)
-        weights = (self.q(x) @ self.k(x).transpose(1, 2) / 7 + self.mask).softmax(-1)
-        return self.head((weights @ self.v(x)).mean(1))
-"""
-
-
-@pytest.mark.runs("weekly")
-def test_mask_on_two_processes(example: str, folder: Path) -> None:
-    """A model with a mask of the smallest number trains on two processes as on one: the same weights, to 1e-9.
-
-    run.json has the names of the classes, and predict.py takes them from there.
-    """
-    for text in readme.fences(folder / "README.md", "diff"):
-        edits.apply_diff(folder / "train.py", text)
-    (folder / "own_classifier.py").write_text(MASK)
-    words = "--epochs 2 --precision fp64 --output-dir"
-    for processes, batch_size in ((2, 8), (1, 16)):
-        runs.train(example, folder, processes, *words.split(), f"output/{processes}", "--batch-size", batch_size)
-    one, two = (outputs.read_model(folder / "output" / name) for name in "12")
-    assert outputs.largest_difference(one, two) < 1e-9
-    rows = outputs.read_metrics(folder / "output/2")
-    assert rows[-1]["train_loss"] < rows[0]["train_loss"] < 2
-    assert outputs.read_run(folder / "output/2")["settings"]["classes"][:2] == ["four", "one"]
-    (folder / "images").rename(folder / "moved")
-    command = "torchrun --standalone --nproc-per-node=2 predict.py --images moved/val --model-of output/2"
-    run = runs.Run(command.split(), folder).wait()
-    assert run.status == 0, run.stderr
-    lines = (folder / "predictions/predictions.csv").read_text().splitlines()[1:]
-    right = sum(line.split("/")[0] == line.split(",")[1] for line in lines) / len(lines)
-    assert right == pytest.approx(rows[-1]["test_accuracy"]) and len(lines) == 150
-
-
-def test_classes_are_recorded(example: str, reference: Reference) -> None:
-    """run.json of a run has the names of its classes, in the order of the model's outputs."""
-    classes = outputs.read_run(reference.output)["settings"]["classes"]
-    assert classes == ["four", "one", "six", "three", "two", "zero"]

@@ -3,25 +3,18 @@
 import csv
 import os
 import pty
-import re
 import signal
 import termios
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import plumbing
-from harness import edits, outputs, readme, refusals, runs
-from harness.launchers import ROOT
+from harness import edits, outputs, runs
 from harness.processes import clean_environment, running
-from harness.refusals import RefusedError
 from harness.runs import Reference
 
 pytestmark = pytest.mark.only("lightning")
-PAGE = ROOT / "docs" / "lightning.md"
-
 # What salloc's shell, a notebook or a batch script on the first of two nodes has in its environment.
 ALLOCATION: dict[str, Any] = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2"}
 ALLOCATION |= {"SLURM_NODELIST": "node[1-2]", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"}
@@ -102,19 +95,6 @@ def test_worker_terminated(example: str, folder: Path) -> None:
     assert run.status == 1 and "process 1 ended with SIGTERM" in run.stderr, run.stderr
 
 
-def test_one_process_refuses(example: str, folder: Path) -> None:
-    """What only the second process refuses ends the run with status 2 and that one line."""
-    line = "    rank = trainer.global_rank\n"
-    edits.edit(folder / "train.py", line, f"{line}    if rank == 1:\n        plumbing.fail('planted')\n")
-    refusals.assert_refused(runs.start(example, folder, 2).wait(), 2, "planted")
-
-
-def test_started_by_a_process_that_has_ended(example: str, folder: Path) -> None:
-    """A process that the Trainer has started ends if the first one has ended before it could watch it."""
-    run = runs.start(example, folder, 2, STARTED_BY="1", LOCAL_RANK="1").wait()
-    assert run.status == 1 and run.stdout == run.stderr == ""
-
-
 def test_on_a_terminal(example: str, folder: Path, reference: Reference) -> None:
     """Lightning's progress bar is drawn on a terminal only, and the lines of the contract are there as well."""
     ours, theirs = pty.openpty()
@@ -132,97 +112,3 @@ def test_on_a_terminal(example: str, folder: Path, reference: Reference) -> None
     assert process.returncode == 0
     assert b"Epoch 0:" in shown and b"epoch  1/1 | train loss" in shown and b"finished" in shown
     assert "Epoch 0:" not in reference.stdout
-
-
-def test_processes_are_not_forked(example: str, folder: Path) -> None:
-    """Both processes import train.py: CUDA works in no process that is forked after its first use.
-
-    And counting the GPUs, which the first one does, may be such a use.
-    """
-    line = "from common import data\n"
-    edits.edit(folder / "train.py", line, line + "print('imported by', os.getpid(), flush=True)\n")
-    run = runs.start(example, folder, 2, "--epochs", 1, SLURM_GPUS_ON_NODE="2", ALLOW_CPU="1").wait()
-    assert run.status == 0 and "finished" in run.stdout, run.stderr
-    assert len(set(re.findall(r"^imported by (\d+)$", run.stdout, re.MULTILINE))) == 2, run.stdout
-
-
-def trainer_with(**more: Any) -> SimpleNamespace:
-    """Return what plumbing looks at in a Trainer of two processes."""
-    found = {"world_size": 2, "train_dataloader": [], "callbacks": [], "early_stopping_callbacks": []}
-    found |= {"val_dataloaders": None, "lr_scheduler_configs": [], "should_stop": False}
-    return SimpleNamespace(**found | more)
-
-
-@pytest.mark.usefixtures("refusing")
-def test_what_is_added_to_the_trainer(example: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Refused is what would be wrong without a word; a resumed run has what Lightning's checkpoint leaves out."""
-    import torch
-    from lightning.pytorch import callbacks
-    from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
-
-    begin = plumbing.begin_training
-    with pytest.raises(RefusedError, match="all samples of your DataLoader: give it a DistributedSampler"):
-        begin(trainer_with(train_dataloader=DataLoader([1, 2], shuffle=True)), {"history": []})
-    begin(trainer_with(train_dataloader=DataLoader([1, 2]), world_size=1), {"history": []})
-    sampler = DistributedSampler([1, 2], 2, 0)
-    begin(trainer_with(train_dataloader=DataLoader([1, 2], sampler=sampler)), {"history": []})
-    batches = DataLoader([1, 2], batch_sampler=BatchSampler(sampler, 1, drop_last=True))
-    begin(trainer_with(train_dataloader=batches), {"history": []})
-    with pytest.raises(RefusedError, match="all samples of your DataLoader: give it a DistributedSampler"):
-        begin(trainer_with(train_dataloader={"a": batches, "b": [DataLoader([1, 2])]}), {"history": []})
-    with pytest.raises(RefusedError, match="test with all samples .* give it sampler=shard"):
-        begin(trainer_with(val_dataloaders=DataLoader([1, 2])), {"history": []})
-    begin(trainer_with(val_dataloaders=DataLoader([1, 2], sampler=range(0, 2, 2))), {"history": []})
-    with pytest.raises(RefusedError, match="StochasticWeightAveraging .* take WeightAveraging"):
-        begin(trainer_with(callbacks=[callbacks.StochasticWeightAveraging(0.1)]), {"history": []})
-    with pytest.raises(RefusedError, match="would freeze again: train them from the start, in a group"):
-        begin(trainer_with(callbacks=[callbacks.BackboneFinetuning()]), {"history": []})
-
-    ours, theirs = callbacks.ModelCheckpoint("x"), callbacks.ModelCheckpoint("y")
-    ours.FILE_EXTENSION = ".pt"
-    stopping = callbacks.EarlyStopping("test_loss")
-    stopping.stopping_reason = callbacks.early_stopping.EarlyStoppingReason.PATIENCE_EXHAUSTED
-    stopping.stopping_reason_message = "no better"
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], 0.1))
-    config = SimpleNamespace(reduce_on_plateau=True, interval="epoch", frequency=1, scheduler=plateau)
-    config.monitor = "test_loss"
-    trainer = trainer_with(callbacks=[ours, stopping, theirs], early_stopping_callbacks=[stopping])
-    trainer.lr_scheduler_configs.append(config)
-    begin(trainer, {"history": []})
-    assert not trainer.should_stop and plateau.best == float("inf") and trainer.callbacks == [stopping, theirs, ours]
-    begin(trainer, {"history": [{"test_loss": 0.5}]})
-    assert trainer.should_stop and plateau.best == 0.5 and capsys.readouterr().err == ""
-    config.monitor = "val_f1"
-    begin(trainer, {"history": [{"test_loss": 0.4}]})
-    assert plateau.best == 0.5 and "has not seen val_f1 of epoch 1: add row['val_f1']" in capsys.readouterr().err
-    plumbing.end_training(trainer, None, trained=True)
-    assert capsys.readouterr().out == "EarlyStopping: no better\n"
-
-
-@pytest.mark.runs("weekly")
-def test_own_callbacks(example: str, folder: Path) -> None:
-    """The diff of docs/lightning.md, with an average: a run that is resumed three times is as a whole one.
-
-    It stops early, and stays so; the best epoch has its file, and model.pt the average that was evaluated.
-    """
-    import torch
-
-    (diff,) = readme.fences(PAGE, "diff")
-    edits.apply_diff(folder / "train.py", diff)
-    script = folder / "train.py"
-    edits.edit(script, "import EarlyStopping, ", "import EarlyStopping, EMAWeightAveraging, ")
-    edits.edit(script, "patience=3),\n", "patience=3),\n            EMAWeightAveraging(decay=0.5),\n")
-    words = ("--lr", 0.02)  # far too high, so that it is soon over
-    whole = runs.train(example, folder, 2, *words, "--epochs", 30, "--output-dir", "whole")
-    losses = [row["test_loss"] for row in outputs.read_metrics(folder / "whole")]
-    assert len(losses) < 30 and losses.index(min(losses)) == len(losses) - 4, losses
-    assert "EarlyStopping: Monitored metric test_loss did not improve in the last 3 records" in whole.stdout
-    for epochs in (1, 3, 30, 30):
-        runs.train(example, folder, 2, *words, "--epochs", epochs, "--resume")
-    outputs.assert_same_run(folder / "output", folder / "whole")
-    outputs.assert_exact_metrics(folder / "output")
-    for output in (folder / "output", folder / "whole"):
-        (best,) = (output / "best").iterdir()
-        assert torch.load(best, weights_only=True)["epoch"] == len(losses) - 4
-    runs.train(example, folder, 2, *words, "--epochs", len(losses), "--resume")
-    outputs.assert_exact_metrics(folder / "output")

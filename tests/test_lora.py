@@ -1,6 +1,5 @@
 """What only lora promises: little is exchanged, the adapters are the model, dropout resumed, any script, messages."""
 
-import json
 import os
 import re
 import shutil
@@ -16,9 +15,8 @@ import torch
 from torch.nn import functional as F
 
 from common import data
-from harness import edits, outputs, refusals, runs
+from harness import edits, outputs, runs
 from harness.launchers import ROOT, copy_example
-from harness.readme import fences
 from harness.runs import Reference
 
 pytestmark = pytest.mark.only("lora")
@@ -128,16 +126,6 @@ def count_bytes(folder: Path) -> None:
     )
 
 
-def bytes_in_a_step(output: Path, printed: str) -> float:
-    """Return how many bytes each process has exchanged in a step, and check that the run's second line says so."""
-    optimizer = torch.load(output / "checkpoint.pt", weights_only=True)["optimizer"]
-    steps = optimizer["state"][0]["step"].item()
-    numbers = list(map(int, (output.parent / "exchanged").read_text().split()))
-    said = float(re.search(r"a step exchanges ([\d.]+) MB", printed)[1])
-    assert sum(numbers) / steps / 2 == pytest.approx(said * 1e6, abs=500)
-    return sum(numbers) / steps / 2
-
-
 @pytest.fixture
 def with_dropout(example: str, source: Path, session_folder: Path) -> Reference:
     """Return what an undisturbed run with dropout on a text in Devanagari leaves, beside a count of its bytes."""
@@ -172,17 +160,6 @@ def test_stopped_and_resumed(example: str, folder: Path, with_dropout: Reference
     assert rows[-1]["test_loss"] < rows[0]["test_loss"]
     found = loss_of(load(folder / "output" / "merged"), tokens_of(folder, "hindi.txt"), 16)
     assert found == pytest.approx(rows[-1]["test_loss"], abs=1e-4)
-
-
-def test_bytes_exchanged(example: str, folder: Path, with_dropout: Reference) -> None:
-    """DDP exchanges below 3 % of what it exchanges with --full, and a run's second line says how much."""
-    write_hindi(folder)
-    count_bytes(folder)
-    run = runs.train(example, folder, 2, "--full", "--text-file", "hindi.txt", "--epochs", 1)
-    full = bytes_in_a_step(folder / "output", run.stdout)
-    lora = bytes_in_a_step(with_dropout.output, with_dropout.stdout)
-    print(f"exchanged in a step: {lora:.0f} of {full:.0f} bytes, {lora / full:.2%}")
-    assert 0 < lora < 0.03 * full
 
 
 def arguments(folder: Path, **changed: object) -> Namespace:
@@ -295,29 +272,13 @@ def test_bad_input(
     assert line.startswith("train.py: error: ") and all(text in line for text in texts), line
 
 
-def test_tokens_of_the_file(example: str, folder: Path, train: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tokens are those of tokenizer.json, also where transformers' class has other rules: transformers 45488."""
-    from tokenizers import Tokenizer
-
-    text, path = "cafe\u0301 1234", folder / "model" / "tokenizer_config.json"
-    expected = Tokenizer.from_file(str(folder / "model" / "tokenizer.json")).encode(text, add_special_tokens=False).ids
-    shipped = json.loads(path.read_text())
-    for name in (shipped["tokenizer_class"], "Qwen2Tokenizer"):
-        path.write_text(json.dumps(shipped | {"tokenizer_class": name}))
-        tokenizer = train.model_files.load_tokenizer(arguments(folder))
-        assert tokenizer(text, add_special_tokens=False)["input_ids"] == expected
-        assert tokenizer.eos_token == "<|end|>" and ("note: " in capsys.readouterr().err) == ("Qwen2" in name)
-
-
 SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 64, "max_position_embeddings": 256}
 NO_TOKENS = {f"{name}_token_id": 0 for name in ("bos", "eos", "pad")}
 GPT2 = {"vocab_size": 320, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 GPT2 |= {"bos_token_id": None, "eos_token_id": None}
-T5 = {"vocab_size": 320, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 BART = {"vocab_size": 320, "d_model": 32, "decoder_start_token_id": 0, "forced_eos_token_id": 0} | NO_TOKENS
 BART |= {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")}
-XLNET = {"vocab_size": 320, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}
 VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 GEMMA = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
 JAMBA = {"num_key_value_heads": 2, "num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}
@@ -333,150 +294,6 @@ def write_model(path: Path, name: str, **sizes: object) -> None:
     torch.manual_seed(0)
     (path / "model.safetensors").unlink(missing_ok=True)
     model(model.config_class(**sizes)).save_pretrained(path)
-
-
-def change_config(path: Path, **changed: object) -> None:
-    """Change what a model's config.json says."""
-    config = json.loads((path / "config.json").read_text()) | changed
-    (path / "config.json").write_text(json.dumps(config))
-
-
-def write_adapters(folder: Path, target: Path) -> None:
-    """Write adapters for a folder's model into another one."""
-    import peft
-
-    model = peft.get_peft_model(load(folder / "model"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    model.save_pretrained(target)
-
-
-def instead_of_weights(folder: Path, name: str, content: bytes) -> None:
-    """Have another file in a folder in the place of its model's weights."""
-    (folder / "model/model.safetensors").unlink()
-    (folder / "model" / name).write_bytes(content)
-
-
-def into_parts(path: Path) -> None:
-    """Divide a model's weights into several files, of which one is missing."""
-    model = load(path)
-    (path / "model.safetensors").unlink()
-    model.save_pretrained(path, max_shard_size="4MB")
-    next(path.glob("model-00002*")).unlink()
-
-
-def with_nan(path: Path) -> None:
-    """Write the model in fp16, with one value that is no number."""
-    model = load(path).half()
-    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
-    model.save_pretrained(path)
-
-
-def without_config(folder: Path, name: str) -> None:
-    """Move a folder's model so that there is no config.json at its place."""
-    (folder / "model").rename(folder / "moved")
-    (folder / "model").mkdir()
-    (folder / "moved").rename(folder / "model" / name)
-
-
-# What people have given as --model-dir instead of a causal model; see the reports in the comments.
-INSTEAD: dict[str, tuple[Callable[[Path], object], list[str]]] = {
-    # huggingface/transformers 25215
-    "adapters alone": (
-        lambda folder: (
-            write_adapters(folder, folder / "x"),
-            shutil.rmtree(folder / "model"),
-            (folder / "x").rename(folder / "model"),
-        ),
-        ["it has adapters alone", "their base model"],
-    ),
-    "adapters beside": (lambda folder: write_adapters(folder, folder / "model"), ["adapters beside a model", "merge"]),
-    "hub name": (lambda folder: shutil.rmtree(folder / "model"), ["and no such folder", "hf download"]),
-    "file": (
-        lambda folder: (shutil.rmtree(folder / "model"), (folder / "model").write_bytes(b"GGUF")),
-        ["it is a file", "config.json"],
-    ),
-    "GGUF": (lambda folder: instead_of_weights(folder, "m.Q4_K_M.gguf", b"GGUF"), ["m.Q4_K_M.gguf, of llama.cpp"]),
-    "Meta's format": (
-        lambda folder: (
-            without_config(folder, "x"),
-            shutil.rmtree(folder / "model/x"),
-            (folder / "model/consolidated.00.pth").touch(),
-        ),
-        ["Meta's or Mistral's own format"],
-    ),
-    "folder of the hub": (lambda folder: without_config(folder, "snapshots"), ["model/snapshots: give that folder"]),
-    # huggingface/diffusers 13559
-    "Git LFS": (
-        lambda folder: instead_of_weights(
-            folder, "model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n"
-        ),
-        ["model.safetensors only points to a file of Git LFS", "git lfs pull"],
-    ),
-    # sgl-project/sglang 32279
-    "part missing": (lambda folder: into_parts(folder / "model"), ["files of weights 1 are missing", "model-00002-of"]),
-    "T5": (
-        lambda folder: write_model(folder / "model", "T5ForConditionalGeneration", **T5),
-        ["T5ForCond", "no causal"],
-    ),
-    "BART": (lambda folder: write_model(folder / "model", "BartForConditionalGeneration", **BART), ["is no causal"]),
-    "images": (lambda folder: write_model(folder / "model", "ViTForImageClassification", **VISION), ["is no causal"]),
-    "ModernBERT": (
-        lambda folder: write_model(
-            folder / "model", "ModernBertForMaskedLM", **SIZES | NO_TOKENS | {"cls_token_id": 0, "sep_token_id": 0}
-        ),
-        ["ModernBertForMaskedLM, which is no causal"],
-    ),
-    "classifier": (
-        lambda folder: write_model(folder / "model", "LlamaForSequenceClassification", **SIZES),
-        ["no weights for lm_head.weight", "take a causal one"],
-    ),
-    "GPTQ": (
-        lambda folder: change_config(folder / "model", quantization_config={"quant_method": "gptq", "bits": 4}),
-        ["a quantised model (gptq)"],
-    ),
-    "FP8": (
-        lambda folder: change_config(folder / "model", quantization_config={"quant_method": "fp8"}),
-        ["a quantised model (fp8)"],
-    ),
-    "own code": (
-        lambda folder: change_config(folder / "model", model_type="own", auto_map={"AutoConfig": "own.Config"}),
-        ["needs code that transformers", "take another model"],
-    ),
-    "newer": (lambda folder: change_config(folder / "model", model_type="llama9"), ["needs code that transformers"]),
-    "wider": (lambda folder: change_config(folder / "model", hidden_size=512), ["shape is another one", "config.json"]),
-    "more layers": (
-        lambda folder: change_config(folder / "model", num_hidden_layers=5),
-        ["has no weights for", "copy"],
-    ),
-    "fewer layers": (
-        lambda folder: change_config(folder / "model", num_hidden_layers=3),
-        ["weights of further layers, such as model.layers.3."],
-    ),
-    "nan": (lambda folder: with_nan(folder / "model"), ["1 of its weights", "layers.1.mlp.up_proj.weight"]),
-    # huggingface/transformers 13818, 12704, 48745: models of a class "ForCausalLM" that see later tokens
-    "BERT": (
-        lambda folder: write_model(folder / "model", "BertForMaskedLM", **SIZES),
-        ["BertLMHeadModel is not causal"],
-    ),
-    "RoBERTa": (lambda folder: write_model(folder / "model", "RobertaForMaskedLM", **SIZES), ["is not causal"]),
-    "ELECTRA": (lambda folder: write_model(folder / "model", "ElectraForMaskedLM", **SIZES), ["is not causal"]),
-    "RoFormer": (lambda folder: write_model(folder / "model", "RoFormerForMaskedLM", **SIZES), ["is not causal"]),
-    "XLNet": (lambda folder: write_model(folder / "model", "XLNetLMHeadModel", **XLNET), ["is not causal"]),
-}
-
-
-@pytest.mark.parametrize("case", INSTEAD)
-def test_no_causal_model(
-    example: str, folder: Path, train: ModuleType, capsys: pytest.CaptureFixture[str], case: str
-) -> None:
-    """A folder of anything but a causal model in fp32, fp16 or bf16 is one line, which says what is in there."""
-    change, texts = INSTEAD[case]
-    change(folder)
-    args = arguments(folder)
-    with pytest.raises(SystemExit, match="2"):
-        load_data(train, args)
-        train.load_model(args)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert line.startswith("train.py: error: --model-dir ") and all(text in line for text in texts), line
 
 
 # A model of each kind that people bring: its layers with adapters are all that are used for text.
@@ -526,204 +343,6 @@ def test_causal_model(
         assert torch.allclose(load(folder / "merged").eval()(tokens, use_cache=False).logits, found, atol=1e-4)
 
 
-def test_target_modules(example: str, folder: Path, train: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """--target-modules may have spaces; nothing, a pattern, and an output layer that cannot be merged are refused."""
-    args = arguments(folder)
-    load_data(train, args)
-    model = train.model_files.load_model(args, torch.float32)
-
-    def chosen(names: str, merge: bool = False) -> object:
-        return train.model_files.target_modules(
-            Namespace(**vars(args) | {"target_modules": names, "merge": merge}), model
-        )
-
-    assert chosen("v_proj, q_proj") == ["q_proj", "v_proj"] and chosen("all-linear") == "all-linear"
-    assert chosen("lm_head") == ["lm_head"]
-    for names in ("", ".*", "q_proj,embed_tokens", "q_proj v_proj", "Linear"):
-        with pytest.raises(SystemExit, match="2"):
-            chosen(names)
-        assert "--target-modules" in (line := capsys.readouterr().err) and "q_proj, up_proj" in line
-    with pytest.raises(SystemExit, match="2"):  # peft 2972: the merged model would be another one
-        chosen("lm_head,q_proj", merge=True)
-    assert "whose weight is also the embedding's" in capsys.readouterr().err
-
-
-def test_left_out_targets(example: str, folder: Path, train: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Targets of -100, which have no loss, do not count: the test loss is that of the others."""
-    monkeypatch.setattr(train.dist, "all_reduce", lambda sums: None)
-    model, device = load(folder / "model"), torch.device("cpu")
-    tokens = torch.arange(64).reshape(2, 32)
-    targets = (tokens + 1).clone()
-    targets[:, :24] = -100
-    found = train.evaluate(arguments(folder), model, [(tokens, targets)], device)
-    with torch.no_grad():
-        logits = model.eval()(tokens).logits[:, 24:]
-    loss = F.cross_entropy(logits.flatten(0, 1), targets[:, 24:].flatten()).item()
-    assert found["test_loss"] == pytest.approx(loss, rel=1e-6)
-    assert found["perplexity"] == pytest.approx(2.718281828459045**loss, rel=1e-6)
-    with torch.no_grad():
-        model.model.norm.weight.fill_(1e6)
-    assert train.evaluate(arguments(folder), model, [(tokens, targets)], device)["perplexity"] == float("inf")
-
-
-def wrong_adapters(folder: Path) -> None:
-    """Write adapters of a model that has one layer more."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig.from_pretrained(folder / "model", num_hidden_layers=5)
-    (folder / "other").mkdir()
-    LlamaForCausalLM(config).save_pretrained(folder / "other/model")
-    write_adapters(folder / "other", folder / "adapter")
-
-
-GENERATE: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
-    "empty": (lambda folder: None, ["--prompt", ""], "--prompt must have a letter"),  # transformers 3678, 13774
-    "surrogate": (lambda folder: None, ["--prompt", "caf\udce9"], "in UTF-8"),
-    "no tokens": (lambda folder: None, ["--max-new-tokens", "0"], "must be 1 or more, not 0"),
-    "negative": (lambda folder: None, ["--max-new-tokens", "-3"], "must be 1 or more, not -3"),
-    "long": (lambda folder: None, ["--prompt", "x" * 999], "the model can take 256 with those that it writes"),
-    "too many": (lambda folder: None, ["--max-new-tokens", "900"], "use --max-new-tokens 253 or fewer"),
-    "cold": (lambda folder: None, ["--temperature", "-1"], "--temperature must be 0, or 0.01 or more"),
-    "nan": (lambda folder: None, ["--temperature", "nan"], "--temperature must be 0, or 0.01 or more"),
-    "hot": (lambda folder: None, ["--temperature", "inf"], "--temperature must be 0, or 0.01 or more"),
-    "seed": (lambda folder: None, ["--seed", str(2**64)], "--seed must be from 0 to"),
-    "no folder": (lambda folder: None, ["--model-dir", "none"], "and no such folder"),
-    "no adapters": (lambda folder: None, ["--adapter", "none"], "cannot load none: "),
-    "no finished run": (lambda folder: (folder / "adapter").mkdir(), ["--adapter", "adapter"], "cannot load adapter: "),
-    "another model": (wrong_adapters, ["--adapter", "adapter"], "are of a model with other layers"),
-    "missing weight": (
-        lambda folder: without_a_weight(folder / "model/model.safetensors"),
-        [],
-        "has no weights for model.layers.1.self_attn.q_proj.weight",
-    ),
-    "BERT": (lambda folder: write_model(folder / "model", "BertForMaskedLM", **SIZES), [], "is not causal"),
-    "weights": (lambda folder: with_nan(folder / "model"), [], "outputs are no numbers"),
-    "tokenizer": (with_another_token, ["--prompt", "a river"], "its tokenizer has token"),
-}
-
-
-@pytest.mark.parametrize("case", GENERATE)
-def test_generate_refuses(
-    example: str,
-    folder: Path,
-    train: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    case: str,
-) -> None:
-    """generate.py refuses arguments that cannot work, and the models that train.py refuses, in one line."""
-    change, words, text = GENERATE[case]
-    change(folder)
-    monkeypatch.chdir(folder)
-    prompt = [] if "--prompt" in words else ["--prompt", "aaa"]
-    monkeypatch.setattr("sys.argv", ["generate.py", *prompt, *words])
-    with pytest.raises(SystemExit, match="2"):
-        outputs.import_file(folder / "generate.py").main()
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    assert line.startswith("generate.py: error: ") and text in line
-
-
-def test_likeliest_tokens(
-    example: str, folder: Path, train: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """At --temperature 0 each token is the likeliest, whatever the model's generation_config.json asks for."""
-    program, path = outputs.import_file(folder / "generate.py"), folder / "model" / "generation_config.json"
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("sys.argv", ["generate.py", "--prompt", "The river", "--max-new-tokens", "8"])
-    written = []
-    for others in ({}, {"repetition_penalty": 9.0, "do_sample": True, "top_k": 20, "top_p": 0.8, "temperature": 0.6}):
-        path.write_text(json.dumps(json.loads(path.read_text()) | others))
-        program.main()
-        written.append(capsys.readouterr())
-    assert written[0].out == written[1].out and "top_" not in written[1].err
-
-
-@pytest.mark.parametrize("words", ["--vocabulary 256", "--vocabulary -1", f"--vocabulary {2**70}", "--seed -1",
-                                   f"--seed {2**64}", "--text-file none", "--text-file common"])  # fmt: skip
-def test_make_model_refuses(
-    example: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
-) -> None:
-    """make_model.py refuses sizes that cannot work, and what is no text, in one line, and writes nothing."""
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr("sys.argv", ["make_model.py", "--folder", "new", *words.split()])
-    with pytest.raises(SystemExit, match="2"):
-        outputs.import_file(folder / "make_model.py").main()
-    assert f"make_model.py: error: {words.split()[0]}" in capsys.readouterr().err
-    assert not (folder / "new").exists()
-
-
-def test_another_base_model(
-    example: str, folder: Path, train: ModuleType, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A checkpoint of adapters is refused with a base model in which one bit differs, or another text or rank."""
-    shutil.copytree(reference.output, folder / "output")
-    args = arguments(folder)
-    load_data(train, args)
-    model = train.model_files.load_model(args, torch.float32)
-    monkeypatch.setattr(train.plumbing.checks, "look_at_model", lambda *_: None)  # it has no adapters here
-    assert isinstance(train.plumbing.read_checkpoint(args, model), dict)
-    with torch.no_grad():
-        model.model.norm.weight[0] *= 1 + 2**-20
-    for name, value in (("base", train.model_files.checksum(model.parameters())), ("text", "1"), ("lora_rank", 8)):
-        error = train.plumbing.read_checkpoint(Namespace(**vars(args) | {name: value}), model)
-        assert f"is from a run with {name} {vars(args)[name]}: use the same settings" in error
-
-
-def test_bad_arguments(example: str, folder: Path) -> None:
-    """Bad values of its own flags are refused with one clear line each, and so is a missing package."""
-    texts = {
-        "--full --merge": ["--merge", "--full"],
-        "--lora-rank 0": ["--lora-rank", "1 or more"],
-        "--lora-alpha 0": ["--lora-alpha", "above 0"],
-        "--lora-dropout 1": ["--lora-dropout", "from 0 to below 1"],
-        "--context 0": ["--context", "1 or more"],
-        "--max-grad-norm -1": ["--max-grad-norm", "0 or more"],
-    }
-    refusals.assert_arguments_refused(folder, texts)
-    run = runs.Run(["python", "-c", "import sys; sys.modules['peft'] = None; import train"], folder).wait()
-    assert run.status == 2 and "Traceback" not in run.stderr
-    assert run.stderr.startswith("train.py: error: ") and "pip install -r requirements.txt" in run.stderr
-
-
-def test_half_a_folder(example: str, folder: Path, train: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder that could not be written completely does not take the place of a good one; a complete one does."""
-
-    def part(text: str, error: type[Exception] | None) -> Namespace:
-        def save(path: Path) -> None:
-            (path / "templates").mkdir(parents=True)  # as of a tokenizer with several
-            (path / "weights").write_text(text)
-            (path / "templates" / "one").write_text(text)
-            if error:
-                raise error("No space left on device")
-
-        return Namespace(save_pretrained=save)
-
-    target, write_folder = folder / "adapter", train.model_files.write_folder
-    write_folder(target, part("first", None))
-    for error in (OSError, RuntimeError, train.model_files.SafetensorError):
-        with pytest.raises(SystemExit, match="2"):
-            write_folder(target, part("half", error))
-        assert "cannot write" in capsys.readouterr().err and (target / "weights").read_text() == "first"
-    for name in ("adapter.77.tmp", "adapter.77.old"):  # as a process leaves them that is killed here
-        (folder / name).mkdir()
-    write_folder(target, part("second", None))
-    assert (target / "templates" / "one").read_text() == "second"
-    assert (target / "weights").read_text() == "second" and [*folder.glob("adapter*")] == [target]
-
-
-def test_make_model(
-    example: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """make_model.py leaves a folder that is there as it is."""
-    before = {path: path.stat().st_mtime_ns for path in (folder / "model").iterdir()}
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("sys.argv", ["make_model.py"])
-    outputs.import_file(folder / "make_model.py").main()
-    assert "model is there already: nothing was written" in capsys.readouterr().out
-    assert before == {path: path.stat().st_mtime_ns for path in (folder / "model").iterdir()}
-
-
 @pytest.mark.runs("weekly")
 def test_full(example: str, folder: Path) -> None:
     """--full trains, saves and resumes the model itself, which loads without peft; generate.py continues with it."""
@@ -750,36 +369,6 @@ def test_two_processes_as_one(example: str, folder: Path) -> None:
     assert {weight.dtype for weight in weights["one"].values()} == {torch.float64}
     for name in ("two", "accumulated"):
         assert outputs.largest_difference(weights[name], weights["one"]) < 1e-9
-
-
-@pytest.mark.runs("weekly")
-def test_bf16(example: str, folder: Path, reference: Reference) -> None:
-    """In bf16 the frozen weights are bf16, the adapters fp32, and the loss ends near that of fp32, after two epochs."""
-    edits.edit(
-        folder / "train.py",
-        "    # Train.\n",
-        "    print('types', sorted({(str(w.dtype), w.requires_grad) for w in model.parameters()}))\n    # Train.\n",
-    )
-    run = runs.train(example, folder, 2, "--precision", "bf16", "--epochs", 2, seconds=600)
-    assert run.stdout.count("types [('torch.bfloat16', False), ('torch.float32', True)]") == 2
-    assert {weight.dtype for weight in outputs.read_model(folder / "output").values()} == {torch.float32}
-    bf16, fp32 = (outputs.read_metrics(output)[1]["test_loss"] for output in (folder / "output", reference.output))
-    assert abs(bf16 - fp32) < 0.1
-
-
-@pytest.mark.runs("weekly")
-def test_own_data(example: str, folder: Path) -> None:
-    """What the README proposes: several texts in one file, a cosine, another scale of adapters; and fewer of them."""
-    for text in fences(folder / "README.md", "diff"):
-        edits.apply_diff(folder / "train.py", text)
-    texts = [(folder / name).read_text(encoding="utf-8") for name in ("text.txt", write_hindi(folder))]
-    (folder / "all.txt").write_text("".join(texts), encoding="utf-8")
-    words = ["--text-file", "all.txt", "--epochs", 2, "--target-modules", "q_proj,down_proj"]
-    runs.train(example, folder, 2, *words)
-    rows = outputs.read_metrics(folder / "output")
-    assert rows[1]["test_loss"] < rows[0]["test_loss"]
-    assert '"use_rslora": true' in (folder / "output" / "adapter" / "adapter_config.json").read_text()
-    assert {name.split(".")[-3] for name in outputs.read_model(folder / "output")} == {"q_proj", "down_proj"}
 
 
 @pytest.mark.runs("weekly")

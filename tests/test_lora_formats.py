@@ -1,8 +1,6 @@
 """What lora promises of JSON lines: what counts, on any number of processes; what is saved; what is refused."""
 
-import gzip
 import json
-import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,14 +13,13 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader
 
-from harness import outputs, readme, refusals, runs
-from harness.launchers import ROOT, copy_example
+from harness import outputs, refusals, runs
+from harness.launchers import copy_example
 from tests import test_lora
 from tests.test_lora import train  # noqa: F401 (a fixture)
 from tests.test_lora_sharded import alone  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.only("lora")
-PAGE = ROOT / "docs" / "prompts-and-labels.md"
 WORDS = ("river", "the bell", "a map of the rivers", "boat", "नदी", "who carries the lamp")
 Rows = list[dict[str, object]]
 
@@ -57,15 +54,6 @@ def arguments(folder: Path, rows: Rows, **changed: object) -> Namespace:
     others = {"text_file": write(folder / "lines.jsonl", rows), "context": 64, "world_size": 1, "max_grad_norm": None}
     others |= {"lr": 0.01, "warmup_steps": 0, "checkpoint_every": None}
     return test_lora.arguments(folder, **others | changed)
-
-
-def change_tokenizer(folder: Path, change: Callable[[Any], object]) -> None:
-    """Change the tokenizer of a folder's model."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model", local_files_only=True)
-    change(tokenizer)
-    tokenizer.save_pretrained(folder / "model")
 
 
 @pytest.fixture(autouse=True)
@@ -111,40 +99,6 @@ def test_targets(example: str, folder: Path, train: ModuleType) -> None:  # noqa
         with torch.no_grad():
             padded, bare = model(tokens[None]).logits[0, : last + 1], model(tokens[None, : last + 1]).logits[0]
         assert torch.allclose(padded, bare, atol=1e-5)
-
-
-def test_first_and_last_token(example: str, folder: Path, train: ModuleType) -> None:  # noqa: F811
-    """The token with which a tokenizer begins each text comes once, also where the prompt has it; so does the last."""
-    from tokenizers.processors import TemplateProcessing
-
-    def begin(tokenizer: Any) -> None:
-        tokenizer.add_special_tokens({"bos_token": "<s>"})
-        special = [("<s>", tokenizer.bos_token_id)]
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=special)
-
-    args = arguments(folder, [], text_file=folder / "text.txt")
-    test_lora.load_data(train, args)
-    assert args.begin == ""
-    change_tokenizer(folder, begin)
-    test_lora.load_data(train, args)
-    assert args.begin == "<s>"  # no sample of a text has it, which print_sizes says
-    pairs = [("<s>The river", " is high<|end|>"), ("The river", " is high"), ("", "The river is high")]
-    args = arguments(
-        folder, [{"prompt": prompt, "completion": word} for prompt, word in pairs], padding=0, classes=None
-    )
-    tokenizer = train.model_files.load_tokenizer(args)
-    samples = train.text_data.completions(args, tokenizer, train.text_data.read_lines(args.text_file)[1])
-    whole = tokenizer("The river is high")["input_ids"]
-    assert whole[0] == tokenizer.bos_token_id
-    assert [tokens.tolist() for tokens, _ in samples] == [[*whole, tokenizer.eos_token_id]] * 3
-    prompt = train.text_data.prompt_tokens(tokenizer, "The river")
-    assert [number for _, number in samples] == [len(prompt)] * 2 + [1] and prompt == whole[: len(prompt)]
-    # A classifier is asked with what stands around a text, such as Llama's add_eos_token.
-    around = TemplateProcessing(single="<s> $A <|end|>", special_tokens=[("<s>", whole[0]), ("<|end|>", 0)])
-    tokenizer.backend_tokenizer.post_processor = around
-    samples = train.text_data.labelled_texts(args, tokenizer, [(1, "The river", "a"), (2, "high", "b")])
-    assert [tokens.tolist() for tokens, _ in samples] == tokenizer(["The river", "high"])["input_ids"]
-    assert samples[0][0][-1] == tokenizer.eos_token_id
 
 
 def trained(train: ModuleType, args: Namespace, train_set: Any, size: int, parts: int) -> tuple[float, Any]:  # noqa: F811
@@ -237,40 +191,6 @@ def test_classifier(example: str, folder: Path, train: ModuleType, case: str) ->
     assert list(merged.config.id2label.values()) == args.classes
 
 
-@pytest.mark.usefixtures("alone")
-def test_padding(
-    example: str,
-    folder: Path,
-    train: ModuleType,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    """A classifier whose answer depends on the padding behind a text is refused, and none for a rounding.
-
-    GPUs round products in TF32, which several layers amplify, otherwise for another number of tokens.
-    """
-    args = arguments(folder, texts())
-    test_lora.load_data(train, args)
-    linear = F.linear
-
-    def rounded(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return linear(inputs, weight, bias) * (1 + 1e-3 * inputs[..., 0].numel())
-
-    monkeypatch.setattr(F, "linear", rounded)
-    train.load_model(args)
-    read = train.model_files.read_classifier
-
-    def at_the_last(*given: object) -> torch.nn.Module:
-        model = read(*given)
-        model.config.get_text_config().pad_token_id = args.padding + 1  # so it takes padding for a text's last token
-        return model
-
-    monkeypatch.setattr(train.model_files, "read_classifier", at_the_last)
-    with pytest.raises(SystemExit, match="2"):
-        train.load_model(args)
-    assert "depends on the padding behind a text" in capsys.readouterr().err
-
-
 GOOD = '{"prompt": "1 + 1 =", "completion": " 2"}\n'
 LABEL = '{"text": "a river", "label": "water"}\n'
 BAD: dict[str, tuple[str | bytes, list[str]]] = {
@@ -317,106 +237,6 @@ def test_bad_line(
         test_lora.load_data(train, args)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert line.startswith("train.py: error: --text-file ") and all(text in line for text in expected), line
-
-
-def test_refused(example: str, folder: Path, train: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
-    """What does not go with lines, or with a classifier, is refused in one line, and says what to do."""
-
-    def refused(text: str, rows: Rows, **changed: object) -> None:
-        args = arguments(folder, rows, **changed)
-        with pytest.raises(SystemExit, match="2"):
-            test_lora.load_data(train, args)
-            train.load_model(args)
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-        assert line.startswith("train.py: error: ") and text in line, line
-
-    refused("--separate-documents is for a folder of tokens", prompts(), separate_documents=True)
-    refused("--text-file: table.CSV is a table: write each row", [], text_file=Path("table.CSV"))
-    refused("--shard cannot train a classifier, whose new head", texts(), shard=True)
-    refused("--target-modules score: the model in", texts(), target_modules="score")
-    folder_of = folder / "model"
-    sizes = test_lora.SIZES | {"num_labels": 2, "id2label": {0: "low", 1: "high"}}
-    saved = {path: path.read_bytes() for path in folder_of.iterdir()}
-    test_lora.write_model(folder_of, "LlamaForSequenceClassification", **sizes)
-    refused("is a classifier for low, high, and the labels in", texts())
-    test_lora.write_model(folder_of, "MambaForCausalLM", **test_lora.CAUSAL["Mamba"][1])
-    refused("transformers has no mamba classifier", texts())
-    test_lora.write_model(folder_of, "BertLMHeadModel", **test_lora.SIZES | {"is_decoder": True})
-    refused("has no weights for", texts())
-    for path, content in saved.items():
-        path.write_bytes(content)
-    path = folder_of / "tokenizer_config.json"
-    path.write_text(re.sub(r'"(eos|pad)_token": "[^"]*",?', "", path.read_text()))
-    refused("its tokenizer names no eos_token", prompts())
-
-
-def test_read(example: str, folder: Path, train: ModuleType) -> None:  # noqa: F811
-    """Numbers are labels in their order, gzip is read, what is cut off is counted, and other lines are other data."""
-    rows: Rows = [{"text": f"the bell {i}", "label": i % 11, "more": [1]} for i in range(50)]
-    args = arguments(folder, rows)
-    _, train_set, test_set = test_lora.load_data(train, args)
-    assert args.classes == [str(i) for i in range(11)] and args.targets == 1 and args.cut_off is None
-    first, number = args.text, len(train_set)
-    args.text_file = args.text_file.with_name("packed.JSON.gz")
-    args.text_file.write_bytes(gzip.compress(b"\xef\xbb\xbf" + (folder / "lines.jsonl").read_bytes()))
-    test_lora.load_data(train, args)
-    assert args.text == first and (number, len(test_set)) == (45, 5)
-    labels = sorted(train_set.labels.tolist() + test_set.labels.tolist())
-    assert labels == sorted(i % 11 for i in range(50))
-    for change in ({"label": 3}, {"text": "the bells 7"}):
-        args = arguments(folder, [*rows[:7], rows[7] | change, *rows[8:]])
-        test_lora.load_data(train, args)
-        assert args.text != first
-    rows = [{"prompt": f"{i}:", "completion": " river" * (1 + 40 * (i == 5))} for i in range(20)]
-    args = arguments(folder, rows)
-    test_lora.load_data(train, args)
-    assert args.cut_off.startswith("1 line of 20 cut off at --context 64: --context ")
-    args = arguments(folder, rows, context=int(args.cut_off.split()[-3]), compile=True)
-    _, train_set, test_set = test_lora.load_data(train, args)
-    assert args.cut_off is None
-    tokens, names = torch.tensor([0, 1, 0]), ("unk_token_id", "eos_token_id", "bos_token_id", "pad_token_id")
-    for others, count in (((None, 2, 3), 2), ((0, None, None), 0)):  # the second is GPT-2's, which knows each byte
-        tokenizer = Namespace(**dict(zip(names, (0, *others), strict=True)))
-        assert train.text_data.count_unknown(tokenizer, tokens) == count
-    assert train_set[[0]][0].shape == test_set[[1]][0].shape == (1, args.context)  # with --compile one length alone
-
-
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def test_chats(example: str, folder: Path, train: ModuleType) -> None:  # noqa: F811
-    """The page's program makes a prompt of what stands before each answer: the tokens of the model's chat template.
-
-    The token that begins each text is there once, though both the template and the tokenizer put it there.
-    """
-
-    def add_template(tokenizer: Any) -> None:
-        tokenizer.chat_template = TEMPLATE
-        tokenizer.bos_token = tokenizer.eos_token
-        tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
-
-    change_tokenizer(folder, add_template)
-    said = ("where is the bell?", "by the river", "and the lamp?", "who knows")
-    roles = ("user", "assistant") * 2
-    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
-    write(folder / "chats.jsonl", [{"messages": messages}, {"messages": messages[:2]}])
-    program, _ = readme.fences(PAGE, "python")
-    run = runs.Run(["python", "-c", program], folder).wait()
-    assert run.status == 0, run.stderr
-    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
-    assert [row["completion"] for row in rows] == [said[1], said[3], said[1]]
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model", local_files_only=True)
-    args = arguments(folder, rows, padding=tokenizer.eos_token_id, cut_off=None, classes=None)
-    samples = train.text_data.completions(args, tokenizer, [(1, *row.values()) for row in rows])
-    whole = tokenizer.apply_chat_template(messages[:3], add_generation_prompt=True, return_dict=False)
-    tokens, begin = samples[1]
-    assert tokens[:begin].tolist() == whole and whole.count(tokenizer.bos_token_id) == 1
-    assert tokenizer.decode(tokens[begin:]) == f"{said[3]}{tokenizer.eos_token}"
 
 
 def lines_for_gpt2(folder: Path, kind: str) -> list[object]:
@@ -469,55 +289,3 @@ def test_stopped_and_resumed(example: str, folder: Path, source: Path, tmp_path:
     runs.train(example, folder, 2, *words, "--resume")
     runs.assert_continued(folder / "output", step)
     outputs.assert_same_run(folder / "output", whole / "output")
-
-
-@pytest.mark.runs("weekly")
-def test_sharded(example: str, folder: Path) -> None:
-    """Prompts with --shard: as without, to 1e-9 in fp64, also where one process has a test batch more."""
-    words = lines_for_gpt2(folder, "prompts")
-    for name, more in {"whole": [], "sharded": ["--shard"]}.items():
-        runs.train(example, folder, 2, *words, *more, "--batch-size", 3, "--output-dir", name)
-    one, other = (outputs.read_metrics(folder / name)[-1] for name in ("whole", "sharded"))
-    assert one["test_loss"] == pytest.approx(other["test_loss"], rel=1e-9)
-    assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-9)
-    weights = (outputs.read_model(folder / name) for name in ("whole", "sharded"))
-    assert outputs.largest_difference(*weights) < 1e-9
-
-
-@pytest.mark.runs("weekly")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("words", ["--full --lr 1e-3", "--precision bf16 --gradient-checkpointing", "--compile"])
-def test_with_others(example: str, folder: Path, kind: str, words: str) -> None:
-    """Both kinds are learnt with --full, in bf16, with activations computed twice, and compiled."""
-    write(folder / "lines.jsonl", KINDS[kind]())
-    runs.train(example, folder, 2, "--text-file", "lines.jsonl", "--context", 64, *words.split(), seconds=600)
-    rows = outputs.read_metrics(folder / "output")
-    assert rows[-1]["train_loss"] < 0.7 * rows[0]["train_loss"]
-    if "full" in words and kind == "labels":
-        from transformers import AutoModelForSequenceClassification
-
-        model = AutoModelForSequenceClassification.from_pretrained(folder / "output" / "model")
-        assert list(model.config.id2label.values()) == ["low", "middle", "top"]
-
-
-@pytest.mark.runs("weekly")
-def test_page(example: str, folder: Path) -> None:
-    """The page's commands: a sum is completed, and the answer ends; a classifier, its adapters and the merged model."""
-    run = readme.run_block(
-        readme.block("docs/prompts-and-labels.md", "python generate.py --adapter output/adapter --prompt ..."), folder
-    )
-    assert run.stdout == "57 + 1 = 58\n"
-    readme.run_block(readme.block("docs/prompts-and-labels.md", "names=(even odd)"), folder)
-    assert outputs.read_metrics(folder / "classifier")[-1]["test_accuracy"] > 0.9
-    words = ["--model-dir", "classifier/merged", "--text-file", "parity.jsonl", "--output-dir", "further"]
-    further = runs.train(example, folder, 2, *words, "--epochs", 1, "--lr", 1e-6)  # the head is no new one
-    assert "2 classes: even, odd\n" in further.stdout
-    assert outputs.read_metrics(folder / "further")[-1]["test_accuracy"] > 0.9
-    _, program = readme.fences(PAGE, "python")
-    said = runs.Run(["python", "-c", program], folder).wait()
-    assert said.status == 0 and said.stdout == "even\nodd\n", said.stderr
-    merged = "from transformers import pipeline\nclassify = "
-    merged += re.search(r'pipeline\("text-classification", "classifier/merged"\)', PAGE.read_text())[0]
-    merged += "\nprint([found['label'] for found in classify(['the number 46', 'the number 731'])])"
-    said = runs.Run(["python", "-c", merged], folder).wait()
-    assert said.status == 0 and said.stdout == "['even', 'odd']\n", said.stderr

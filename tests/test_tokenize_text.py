@@ -1,11 +1,9 @@
 """tokenize_text.py, and training on what it writes: any script, any size, the same bits, and what is refused."""
 
-import argparse
 import gzip
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -112,76 +110,6 @@ def write_tokenizer(folder: Path, kind: str, text: str) -> Path:
     return folder / kind
 
 
-@pytest.mark.only("fsdp")
-@pytest.mark.parametrize("kind", ["bytes", "spaces"])
-def test_long_documents(example: str, folder: Path, kind: str) -> None:
-    """A document that is encoded in pieces has the tokens of the whole, also where a tokenizer adds a space.
-
-    It is the same from a text and from JSON lines.
-    """
-    from tokenizers import Tokenizer
-
-    generator = np.random.default_rng(0)
-    words = " ".join([*SCRIPTS.values(), "the river and   a village\n\n\n\nwith houses"]).split(" ")
-    text = " ".join(generator.choice([word for word in words if kind == "bytes" or word], 150_000))
-    (folder / "long.txt").write_text(text, encoding="utf-8", newline="")
-    write_json_lines(folder / "long.jsonl", [text])
-    path = write_tokenizer(folder, kind, text[:100_000])
-    _, tokens = read(make(folder, "--out", "tokens", "--tokenizer", path, "long.txt", "long.jsonl"))
-    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    tokenizer.no_truncation()
-    whole = tokenizer.encode(text, add_special_tokens=False).ids + [1]
-    assert len(text) > 700_000 and np.array_equal(tokens, whole + whole)
-
-
-@pytest.mark.only("fsdp")
-def test_large_vocabulary(example: str, folder: Path) -> None:
-    """Numbers above 65,535 stay whole, also if fewer tokens have them; unknown words are counted."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {"<unk>": 0, "</s>": 1, "a": 2, "river": 65_536, "village": 70_000}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    (folder / "words").mkdir()
-    tokenizer.save(str(folder / "words" / "tokenizer.json"))
-    write_json_lines(folder / "corpus.json", ["a river", "a small village"], "content")
-    how = ["--tokenizer", "words", "--end-token", "</s>", "--key", "content", "corpus.json"]
-    index, tokens = read(make(folder, "--out", "tokens", *how))
-    assert tokens.tolist() == [2, 65_536, 1, 2, 0, 70_000, 1]
-    found = {name: index[name] for name in ("dtype", "vocabulary", "largest_token", "unknown_tokens", "end")}
-    assert list(found.values()) == ["uint32", 70_001, 70_000, 1, 1]
-
-
-MEASURE = """
-import resource, subprocess, sys
-status = subprocess.call([sys.executable, "tokenize_text.py", *sys.argv[1:]])
-print("most", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024, status)
-"""
-
-
-@pytest.mark.runs("weekly")
-@pytest.mark.timeout(1800)
-@pytest.mark.only("fsdp")
-def test_memory(example: str, folder: Path) -> None:
-    """No process of it holds more than 300 MB, nor much more with 200 MB of text than with 20 MB."""
-    generator = np.random.default_rng(0)
-    letters = np.array(list("abcdefghijklmnopqrstuvwxyz" + "नदीपानीके" + "河边散步每天"))
-    words = ["".join(generator.choice(letters, size)) for size in generator.integers(1, 12, 40_000)]
-    most = {}
-    for size in (20, 200):
-        with open(folder / "corpus.jsonl", "w", encoding="utf-8") as file:
-            while file.tell() < size * 10**6:
-                chosen = (40_000 * generator.random(2000) ** 3).astype(int)
-                file.write(json.dumps({"text": " ".join(words[i] for i in chosen)}, ensure_ascii=False) + "\n")
-        words_of_command = f"--out {size} --train-vocabulary 8000 --processes 2 corpus.jsonl".split()
-        run = runs.Run([sys.executable, "-c", MEASURE, *words_of_command], folder).wait(900)
-        found = re.search(r"^most (\d+) 0$", run.stdout, re.MULTILINE)
-        assert found, run.stdout + run.stderr
-        print(run.stdout)
-        most[size] = int(found[1])
-    assert most[200] < 300 and most[200] < most[20] + 100, most
-
-
 def write_book(folder: Path, megabytes: int) -> Path:
     """Write a text of so many megabytes."""
     text = "".join(SCRIPTS.values())
@@ -212,37 +140,6 @@ def test_killed(example: str, folder: Path) -> None:
     run.wait(60, leaves=60)
     assert run.status == 2 and "Use fewer --processes" in run.stderr and "Traceback" not in run.stderr, run.stderr
     assert not (folder / "other").exists()
-
-
-HALF = """
-import os, signal, struct, sys
-import tokenize_text
-
-def encode_half(batch):
-    frame = sys._getframe()
-    while "result_queue" not in frame.f_locals:
-        frame = frame.f_back
-    queue = frame.f_locals["result_queue"]
-    queue._wlock.acquire()
-    os.write(queue._writer.fileno(), struct.pack("!i", 100_000) + bytes(10))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-if __name__ == "__main__":
-    tokenize_text.encode = encode_half
-    tokenize_text.main()
-"""
-
-
-@pytest.mark.only("fsdp")
-def test_killed_while_it_sends(example: str, folder: Path) -> None:
-    """Python's pool waits forever for the rest of what a process had begun to send; the command ends with its line."""
-    write_book(folder, 5)
-    path = write_tokenizer(folder, "bytes", "a river")
-    (folder / "half.py").write_text(HALF)
-    words = ["half.py", "--out", "tokens", "--tokenizer", path, "--processes", 2, "book.txt"]
-    run = runs.Run([sys.executable, *map(str, words)], folder).wait(leaves=60)
-    assert run.status == 2 and "Use fewer --processes" in run.stderr and "Traceback" not in run.stderr, run.stderr
-    assert not (folder / "tokens").exists()
 
 
 @pytest.fixture
@@ -298,40 +195,6 @@ def test_wrong_files(example: str, folder: Path, command: Callable[[str], list[s
             assert not (folder / "tokens").exists(), case
 
 
-@pytest.mark.only("fsdp")
-def test_refused(example: str, folder: Path, command: Callable[[str], list[str]]) -> None:
-    """What cannot work is refused in one line, and what is there already is left as it is."""
-    (folder / "a.txt").write_text("a river")
-    (folder / "kept").mkdir()
-    write_tokenizer(folder, "bytes", "a river")
-    shutil.copytree(folder / "bytes", folder / "nameless")
-    (folder / "nameless" / "tokenizer_config.json").unlink()
-    shutil.copytree(folder / "bytes", folder / "damaged")
-    os.truncate(folder / "damaged" / "tokenizer.json", 100)
-    for words, text in {
-        "": "give --out FOLDER and one or more files",
-        "--out x a.txt": "give either --tokenizer FOLDER or --train-vocabulary N",
-        "--out x a.txt --tokenizer bytes --train-vocabulary 300": "give either",
-        "--out x a.txt --train-vocabulary 256": "must be from 257",
-        "--out x a.txt --train-vocabulary 300 --end-token </s>": "leave --end-token out",
-        "--out x a.txt --train-vocabulary 300 --processes 0": "--processes must be 1 or more",
-        "--out x a.txt --train-vocabulary 300 --shard-tokens 0": "--shard-tokens must be 1 or more",
-        "--out x b.txt --train-vocabulary 300": "b.txt does not exist",
-        "--out x common --train-vocabulary 300": "common is a folder: give its files",
-        "--out kept a.txt --train-vocabulary 300": "kept is there already: nothing was written",
-        "--out a.txt/x a.txt --train-vocabulary 300": "cannot make the folder a.txt/x: Not a directory",
-        "--out x a.txt --tokenizer nowhere": "(No such file or directory (os error 2)): copy it there again, or have",
-        "--out x a.txt --tokenizer damaged": "damaged/tokenizer.json cannot be read",
-        "--out x a.txt --tokenizer nameless": "names no eos_token: give --end-token",
-        "--out x a.txt --tokenizer nameless --end-token <end>": "the tokenizer has no token '<end>'",
-        "--verify kept": "the folder kept has no tokens.json, which tokenize_text.py writes",
-        "--verify nowhere": "the folder nowhere has no tokens.json",
-    }.items():
-        (line,) = command(words)
-        assert line.startswith("tokenize_text.py: error: ") and text in line, (words, line)
-        assert not (folder / "x").exists() and not list((folder / "kept").iterdir()), words
-
-
 @pytest.fixture
 def small(example: str, folder: Path) -> Path:
     """A folder of tokens in several files, `tokens`, of short documents; `model` is the tokenizer's, for lora."""
@@ -364,11 +227,6 @@ def test_verify(example: str, folder: Path, small: Path, command: Callable[[str]
     assert "tokens.json cannot be read" in command("--verify tokens")[0]
 
 
-def memory(kind: str) -> int:
-    """Return how many bytes this process has: RssAnon its own ones, RssFile those of mapped files."""
-    return int(re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-
-
 @pytest.fixture
 def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The example's train.py as a module; what would end its process raises RefusedError."""
@@ -386,68 +244,6 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         if hasattr(part, "fail"):
             monkeypatch.setattr(part, "fail", refuse)
     return module
-
-
-@pytest.mark.only("fsdp")
-def test_pages(example: str, folder: Path, train: ModuleType) -> None:
-    """Of 256 MB of tokens train.py reads the pages that a batch needs, over the ends of files, too."""
-    import torch
-
-    (folder / "tokens").mkdir()
-    tokens = np.arange(2**26, dtype=np.uint32) % 999_983
-    bounds = [0, 5, 2**24 + 1, 2**24 + 1000, 2**26]
-    shards = []
-    for number, (start_of, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-        tokens[start_of:end].tofile(folder / "tokens" / f"{number}.bin")
-        shards.append({"name": f"{number}.bin", "tokens": end - start_of, "checksum": 0})
-    index = {"shards": shards, "dtype": "uint32", "tokens": len(tokens), "vocabulary": 999_983, "end": 7}
-    (folder / "tokens" / "tokens.json").write_text(json.dumps(index))
-    args = argparse.Namespace(text_file=Path("tokens"), context=512, separate_documents=False, end=None)
-    own, mapped = memory("RssAnon"), memory("RssFile")
-    train_set, test_set = train.load_data(args)
-    assert args.vocabulary == 999_983 and args.text.startswith(f"of {2**26} tokens, tokens.json with checksum ")
-    generator = torch.Generator().manual_seed(0)
-    spread = torch.randint(90_000, (20,), generator=generator).tolist()
-    for number, place in enumerate([0, 1, 2**15 - 1, 2**15, len(train_set) - 1, *spread]):
-        inputs, targets = train_set[[place]]
-        expected = torch.arange(place * 512, place * 512 + 513) % 999_983
-        assert inputs.equal(expected[None, :-1]) and targets.equal(expected[None, 1:]) and inputs.dtype == torch.int64
-        if number == 4:  # a page that is read may be one of 2 MB
-            assert memory("RssAnon") - own < 2**23 and memory("RssFile") - mapped < 2**25
-    cut = 2**26 - 2**26 // 10
-    assert test_set[[3]][0][0, 0] == (cut + 3 * 512) % 999_983 and len(test_set) == (2**26 // 10 - 1) // 512
-
-
-@pytest.mark.only(*EXAMPLES)
-def test_training_refuses(example: str, folder: Path, small: Path, train: ModuleType) -> None:
-    """Tokens of another tokenizer, documents that cannot be kept apart, and a folder that is not whole are refused."""
-
-    def refused(text: str, **changed: object) -> None:
-        given = {"text_file": Path("tokens"), "model_dir": Path("model"), "context": 16, "separate_documents": False}
-        with pytest.raises(refusals.RefusedError, match=text):
-            args = argparse.Namespace(**given | {"end": None} | changed)
-            if example == "lora":
-                train.text_data.load(args, train.model_files.load_tokenizer(args))
-            train.load_data(args)
-
-    if example == "lora":
-        refused("--separate-documents needs tokens that end", text_file=Path("text.txt"), separate_documents=True)
-        shutil.copytree(folder / "model", folder / "other")
-        path = folder / "other" / "tokenizer.json"
-        path.write_text(path.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true', 1))
-        refused("tokens of another tokenizer than other/tokenizer.json", model_dir=Path("other"))
-    else:
-        started = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}
-        texts = {
-            "--text-file tokens --vocabulary 320": ["the vocabulary of its tokens.json", "--vocabulary 320"],
-            "--text-file corpus.jsonl --separate-documents": ["--separate-documents needs tokens that end documents"],
-            "--separate-documents": ["--separate-documents needs tokens that end documents"],
-        }
-        refusals.assert_arguments_refused(folder, texts, **started)
-    (small / "00001.bin").write_bytes(b"ab")
-    refused("--text-file: tokens/00001.bin has 2 bytes, and 6666 by tokens.json")
-    (small / "tokens.json").unlink()
-    refused("--text-file: the folder tokens has no tokens.json, and is of a run that was cut off")
 
 
 SHORT = {
@@ -487,62 +283,3 @@ def test_killed_and_resumed(example: str, folder: Path, small: Path, tmp_path: P
     else:
         other = runs.start(example, folder, 2, *words, "--text-file", "one", "--resume").wait()
         refusals.assert_refused(other, 1, "is from a run with text of", ", documents apart: use the same settings")
-
-
-@pytest.mark.only(*EXAMPLES)
-@pytest.mark.runs("weekly")
-def test_other_processes(example: str, folder: Path, small: Path, tmp_path: Path) -> None:
-    """Continued after an epoch with another number of processes, it has the same weights, to 1e-9 in fp64."""
-    words = [*SHORT[example].split(), "--text-file", "tokens", "--precision", "fp64", "--separate-documents"]
-    words[words.index("--epochs") + 1] = "1"
-    runs.train(example, folder, 2, *words)
-    words[words.index("--epochs") + 1] = "2"
-    shutil.copytree(folder / "output", folder / "other")
-    runs.train(example, folder, 2, *words, "--resume")
-    size = int(words[words.index("--batch-size") + 1])
-    words[words.index("--batch-size") + 1] = str(2 * size)
-    runs.train(example, folder, 1, *words, "--resume", "--output-dir", "other")
-    one, other = outputs.read_model(folder / "output"), outputs.read_model(folder / "other")
-    assert 0 < outputs.largest_difference(one, other) < 1e-9
-    assert [row["world_size"] for row in outputs.read_metrics(folder / "other")] == [2, 1]
-
-
-MODELS = {  # a configuration of transformers, its arguments, and whether documents can be kept apart
-    "Llama": ("LlamaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}, True),
-    "GPT-2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_positions": 64}, True),
-    "Gemma 3": ("Gemma3TextConfig", {"hidden_size": 32, "num_hidden_layers": 6, "sliding_window": 4}, True),
-    "Mamba": ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2}, False),
-}
-
-
-@pytest.mark.only("lora")
-@pytest.mark.parametrize("name", MODELS)
-def test_documents_apart(example: str, folder: Path, train: ModuleType, name: str) -> None:
-    """The logits of a document are the same whatever stands before it; a model that cannot do so is refused."""
-    import torch
-    import transformers
-
-    config, sizes, can = MODELS[name]
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "n_head": 4, "initializer_range": 0.3}
-    plain = {"vocab_size": 50, "bos_token_id": None, "eos_token_id": 7, "pad_token_id": None}
-    torch.manual_seed(0)
-    made = getattr(transformers, config)(**plain | heads | sizes)
-    model = transformers.AutoModelForCausalLM.from_config(made).double().eval()
-    files = sys.modules["model_files"]
-    args = argparse.Namespace(end=7, precision="fp64", model_dir=Path("model"))
-    if not can:
-        with pytest.raises(refusals.RefusedError, match="does not keep documents apart"):
-            files.check_documents(args, model)
-        return
-    files.check_documents(args, model)
-    document = [3, 1, 4, 1, 5, 9, 2, 6]
-    windows = [[8, 8, 8, 7, *document], [9, 7, 7, 7, *document], [1, 2, 3, 7, *document], [1, 2, 3, 8, *document]]
-
-    def logits(rows: list[list[int]]) -> torch.Tensor:
-        tokens = torch.tensor(rows)
-        with torch.no_grad():
-            return model(tokens, **files.options(args, tokens)).logits[:, -len(document) :]
-
-    found = logits(windows)
-    alone = logits([document])
-    assert (found[:3] - alone).abs().max() < 1e-12 < 1e-3 < (found[3] - alone[0]).abs().max()

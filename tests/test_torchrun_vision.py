@@ -1,11 +1,7 @@
 """What only torchrun_vision promises: image files that may be damaged, loader workers, exact metrics, logs, weights."""
 
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from harness import edits, outputs, refusals, runs
-from harness.readme import fences
+from harness import edits, outputs, runs
 from harness.runs import Reference
 
 pytestmark = pytest.mark.only("torchrun_vision")
@@ -95,61 +90,6 @@ def test_damaged_image_in_training(example: str, folder: Path) -> None:
     assert "images/val/six/007.png is damaged (it cannot be decoded): replace it, or remove it; python" in lines[0]
 
 
-def test_bad_input(example: str, folder: Path) -> None:
-    """Bad values of its own flags are refused with one clear line each."""
-    texts = {
-        "--model resnet19": ["--model", "'resnet19'", "resnet18"],
-        "--workers -1": ["--workers", "0 or more"],
-        "--log-to excel": ["--log-to", "'excel'", "tensorboard"],
-        "--sync-batchnorm": ["--sync-batchnorm", "needs GPUs"],
-        "--compile --gradient-checkpointing": ["--compile", "--gradient-checkpointing", "leave one of the two out"],
-        "--image-size 0": ["--image-size", "1 or more"],
-    }
-    refusals.assert_arguments_refused(folder, texts)
-
-
-@pytest.mark.runs("weekly")
-def test_weights(example: str, folder: Path, reference: Reference) -> None:
-    """Training starts from the weights in a file: with --lr 0 they stay; --new-head replaces the last layer only."""
-    shutil.copy(reference.output / "model.pt", folder / "weights.pth")
-    words = "--weights weights.pth --lr 0 --epochs 2"
-    runs.train(example, folder, 2, *words.split())
-    weights, before = (outputs.read_model(path) for path in (folder / "output", reference.output))
-    trained = [name for name in before if not re.search("running_|num_batches", name)]
-    assert all(torch.equal(weights[name], before[name]) for name in trained)
-    runs.train(example, folder, 2, *words.split(), "--new-head", "--output-dir", "output/same")
-    weights = outputs.read_model(folder / "output" / "same")
-    others = {name for name in trained if not torch.equal(weights[name], before[name])}
-    assert others == {"fc.weight", "fc.bias"}
-    for part in ("train", "val"):
-        shutil.rmtree(folder / "images" / part / "six")
-    runs.train(example, folder, 2, *words.split(), "--new-head", "--output-dir", "output/new")
-    weights = outputs.read_model(folder / "output" / "new")
-    assert weights["fc.weight"].shape == (5, 512)
-    assert all(torch.equal(weights[name], before[name]) for name in trained if not name.startswith("fc."))
-
-
-@pytest.mark.runs("weekly")
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "--precision bf16 --gradient-accumulation-steps 2 --max-grad-norm 1 --batch-size 8",
-        "--precision fp16 --scale-lr linear",
-        "--precision fp64 --epochs 2 --warmup-steps 0",
-        "--model mobilenet_v3_small --gradient-checkpointing",
-        "--model vit_b_32 --image-size 64 --epochs 2 --lr 1e-4",
-        "--model googlenet --image-size 64 --epochs 2",
-    ],
-)
-def test_trains(example: str, folder: Path, arguments: str) -> None:
-    """Other models and precisions train, too: the loss falls, and model.pt has weights of the expected type."""
-    runs.train(example, folder, 2, *arguments.split(), seconds=900)
-    rows = outputs.read_metrics(folder / "output")
-    assert rows[-1]["train_loss"] < rows[0]["train_loss"]
-    dtype = torch.float64 if "fp64" in arguments else torch.float32
-    assert {w.dtype for w in outputs.read_model(folder / "output").values() if w.is_floating_point()} == {dtype}
-
-
 @pytest.mark.runs("weekly")
 def test_two_processes_as_one(example: str, folder: Path) -> None:
     """Without BatchNorm, 2 x 8 images a step are 1 x 16: the same weights, to 1e-9 in fp64, after an epoch.
@@ -198,53 +138,3 @@ def test_statistics(example: str, folder: Path, averaged: bool) -> None:
     runs.train(example, folder, 2, "--epochs", 1, "--warmup-steps", 0)
     one, other = ((folder / f"statistics-{rank}").read_text() for rank in (0, 1))
     assert (one == other) == averaged
-
-
-@pytest.mark.runs("weekly")
-def test_no_process_outlives_a_killed_one(example: str, folder: Path) -> None:
-    """Loader workers end with the process that they read for, even if that gets SIGKILL; an exception ends the run."""
-    run = runs.start(example, folder, 1, "--workers", 3)
-    run.read_epoch(1)
-    (trainer,) = run.workers()
-    assert len([pid for pid in run.pids() if Path(f"/proc/{pid}/comm").read_text() == "pt_data_worker\n"]) == 3
-    os.kill(trainer, signal.SIGKILL)
-    run.wait(60, leaves=30)
-    edits.edit(folder / "train.py", "        scaler.update()\n", "        raise ArithmeticError('planted')\n")
-    run = runs.start(example, folder, 2, "--output-dir", "other").wait()
-    assert run.status > 0 and "ArithmeticError: planted" in run.stderr
-
-
-@pytest.mark.runs("weekly")
-@pytest.mark.parametrize("package", ["mlflow", "wandb"])
-def test_logs(example: str, folder: Path, tmp_path: Path, package: str) -> None:
-    """--log-to without its package is one line; with it, the metrics are in files under the output folder."""
-    run = runs.start(example, folder, 2, "--log-to", package, "--epochs", 2).wait()
-    refusals.assert_refused(run, 1, f"--log-to {package}", f"pip install {package}")
-    pinned = re.search(rf"{package}==[\d.]+", (folder / "README.md").read_text())[0]
-    extra = tmp_path / "extra"
-    install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--target", str(extra), pinned]
-    subprocess.run(install, check=True, timeout=300)
-    words = ("--log-to", package, "--epochs", 2, "--output-dir", "output/logged")
-    runs.train(example, folder, 2, *words, PYTHONPATH=str(extra))
-    logged = folder / "output" / "logged" / package
-    if package == "mlflow":
-        import sqlite3
-
-        with sqlite3.connect(logged / "mlflow.db") as database:
-            query = "select step, value from metrics where key = 'test_accuracy' order by step"
-            rows = database.execute(query).fetchall()
-        expected = [(row["epoch"], row["test_accuracy"]) for row in outputs.read_metrics(logged.parent)]
-        assert rows == [(epoch, pytest.approx(value)) for epoch, value in expected]
-    else:
-        assert [*logged.glob("wandb/offline-run-*/*.wandb")], "no offline run"
-
-
-@pytest.mark.runs("weekly")
-def test_own_model(example: str, folder: Path) -> None:
-    """With the README's diff own_classifier.py takes the place of torchvision's model, and learns."""
-    for text in fences(folder / "README.md", "diff"):
-        edits.apply_diff(folder / "train.py", text)
-    runs.train(example, folder, 2, "--epochs", 2)
-    rows = outputs.read_metrics(folder / "output")
-    assert rows[-1]["train_loss"] < rows[0]["train_loss"]
-    assert set(outputs.read_model(folder / "output")) != set(classifier("resnet18", 6).state_dict())

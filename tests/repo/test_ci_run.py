@@ -120,26 +120,6 @@ def test_asks_on_a_terminal(machine: Machine, answer: str) -> None:
     assert machine.run(answer=answer) == Run(1, "", QUESTION + REFUSED, [])
 
 
-def test_inherited_folder(machine: Machine) -> None:
-    """A variable of the caller does not take the place of the fresh clone, and so of the question."""
-    assert machine.run(answer="n\n", CI_FOLDER=str(machine.folder)).stderr == QUESTION + REFUSED
-
-
-def test_goes_on_after_a_yes(machine: Machine) -> None:
-    run = machine.run(answer="y\n")
-    assert run.stderr == QUESTION and run.status == 9
-    assert [call.split()[:4] for call in run.calls if not call.startswith("sudo")] == [
-        ["git", "-c", "safe.directory=*", "bundle"],
-        ["umask", "0022"],
-    ]
-
-
-@pytest.mark.parametrize("umask", [0o077, 0o027, 0o007, 0o000, 0o777])
-def test_umask(machine: Machine, umask: int) -> None:
-    """Whatever the caller's umask is, the user who runs the lab's jobs can read the clone and its environments."""
-    assert "umask 0022" in machine.run(umask=umask).calls
-
-
 def test_checkout_of_another_user(tmp_path: Path) -> None:
     """What is committed in a checkout that is not the caller's is cloned, too, and only that is."""
     machine = Machine(tmp_path)
@@ -197,15 +177,6 @@ def test_nobody_to_ask(machine: Machine, answer: str | None, variables: dict[str
     assert any(call.startswith("git ") for call in run.calls)
 
 
-@pytest.mark.parametrize(
-    ("state", "missing"), [("ii ", False), ("hi ", False), ("rc ", True), ("un ", True), ("iU ", True)]
-)
-def test_what_counts_as_missing(machine: Machine, state: str, missing: bool) -> None:
-    """A package that was removed, but whose settings are left, or that is half installed; not one that is held."""
-    machine.packages(f"printf '{state}'")
-    assert machine.run().stderr == (UNASKED if missing else "")
-
-
 @pytest.mark.parametrize("policy", ["", "#!/bin/sh\nexit 5\n"])
 def test_installs_what_is_missing(machine: Machine, policy: str) -> None:
     """In the clone, by an ordinary user, and no service starts; root's uv has a cache of its own."""
@@ -226,16 +197,6 @@ def test_installs_what_is_missing(machine: Machine, policy: str) -> None:
         "systemctl disable --quiet ssh.service ssh.socket",
     ]
     assert machine.policy.exists() == bool(policy)
-
-
-@pytest.mark.parametrize("ours", [True, False])
-def test_policy_that_a_killed_run_has_left(machine: Machine, ours: bool) -> None:
-    """It is removed at the next start, also if nothing is missing: else no service starts any more. Others stay."""
-    machine.packages("printf 'ii '")
-    text = "# .ci/run removes this when it has installed its packages" if ours else "# mine"
-    machine.policy.write_text(f"#!/bin/sh\n{text}\nexit 101\n")
-    machine.run("--in-clone", "rest")
-    assert machine.policy.exists() == (not ours)
 
 
 def of_the_workflow() -> str:

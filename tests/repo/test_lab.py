@@ -1,7 +1,6 @@
 """The lab itself: it starts, breaks as told, and leaves nothing behind, however it ends."""
 
 import contextlib
-import fcntl
 import grp
 import hashlib
 import os
@@ -24,7 +23,7 @@ from harness import readme, runs
 from harness.jobs import hand_over, job_processes, on_this_machine_only
 from harness.launchers import ROOT, copy_example
 from harness.processes import find_processes, read_line, running, wait_until
-from lab import Lab, LabError, Wanted, accounting, base, cluster, config, faults, tracking, tree, why_not
+from lab import Lab, LabError, Wanted, accounting, cluster, config, faults, tracking, tree, why_not
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(why_not()), reason=str(why_not()))]
 
@@ -164,43 +163,6 @@ def test_two_labs(name: str, lab: Lab) -> None:
     ]
 
 
-def test_lock_of_others(name: str) -> None:
-    """Who locks /tmp, as every user can, keeps no lab from starting: the labs' lock can be opened by root only."""
-    folder = os.open("/tmp", os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        assert command("up", "--name", name, "--nodes", "1").returncode == 0
-    finally:
-        os.close(folder)
-    lock = cluster.LOCK.stat()
-    assert (lock.st_uid, stat.S_IMODE(lock.st_mode)) == (0, 0o600)
-
-
-@pytest.mark.parametrize("umask", [0o077, 0o027, 0o007, 0o177, 0o777, 0o000])
-def test_umask_of_roots_shell(name: str, umask: int) -> None:
-    """Whatever umask root's shell has, the user can read the lab's files, and nobody but root can change them."""
-    line = [sys.executable, "-m", "lab", "up", "--name", name, "--nodes", "1"]
-    done = subprocess.run(line, cwd=ROOT, umask=umask, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    lab = Lab.find(name)
-    assert lab.run(["srun", "id", "-un"], cwd="/").stdout == f"{lab.user}\n"
-    modes = {path: path.lstat().st_mode for path in lab.folder.rglob("*")}
-    modes[lab.folder] = lab.folder.stat().st_mode
-    open_to_all = {path.name for path, mode in modes.items() if not stat.S_ISLNK(mode) and mode & 0o022}
-    assert not open_to_all - {"munge.socket"}, "others than root can change these"
-    assert lab.down()
-
-
-def test_umask_stays(name: str) -> None:
-    """A program that starts a lab keeps its own umask."""
-    before = os.umask(0o077)
-    try:
-        with Lab(Wanted(name=name, nodes=1)):
-            assert os.umask(0o077) == 0o077
-    finally:
-        os.umask(before)
-
-
 # The clone is made, but the tree, which would need debootstrap, is not entered.
 UPDATE = """
 import os, sys
@@ -270,76 +232,6 @@ def test_made_up_number(
     assert (account.user, account.uid, account.gid, account.made_up) == ("lab-student", number, number, True)
 
 
-# Bytes that are no UTF-8, in what others have on this machine: the names of a process (cut inside a letter by the
-# kernel, which keeps 15 bytes), of a job of the lab, of a folder where something is mounted; lines of /etc.
-ODD = r"""
-mount -t tmpfs tmpfs /mnt && cp -a /etc/. /mnt && mount --bind /mnt /etc
-name="$(printf 'M\374ller')"
-printf 'someone:x:4243:4243:%s:/:/bin/sh\n' "$name" >>/etc/passwd
-printf '%s:x:4244:\n' "$name" >>/etc/group
-printf '# %s\n' "$name" >>/etc/nsswitch.conf
-mkdir "$2/$name" && mount -t tmpfs tmpfs "$2/$name"
-"$0" -c 'import time; open("/proc/self/comm", "w").write("14 byte long uü"); time.sleep(1000)' &
-process=$!
-trap 'kill "$process"' EXIT
-lab() { action=$1; shift; "$python" -m lab "$action" --name "$lab" "$@"; }
-python=$0 lab=$1
-lab up --nodes 1
-printf '#!/bin/bash\nexec -a "$SLURM_JOB_NAME" sleep 1000\n' >"$2/job"
-lab run --chdir / -- sbatch --quiet --output=/dev/null --job-name="$name" <"$2/job"
-until lab run --chdir / -- squeue --noheader --format=%T | grep -q RUNNING; do sleep 0.2; done
-lab status
-lab run --node node1 --chdir / -- getent passwd someone
-"$python" -c 'import sys, lab; print(lab.Lab.find(sys.argv[1]).job(2)["JobState"])' "$lab"
-lab down
-"""
-
-
-def test_odd_bytes_of_others(name: str, tmp_path: Path) -> None:
-    """A process, a job, a mounted folder or a user whose name is no UTF-8 does not hinder a lab."""
-    line = ["unshare", "--mount", "bash", "-ec", ODD, sys.executable, name, str(tmp_path)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, timeout=300)
-    text = done.stdout.decode(errors="replace")
-    assert done.returncode == 0 and b"Traceback" not in done.stderr, text + done.stderr.decode(errors="replace")
-    assert b":M\xfcller:/:/bin/sh\n" in done.stdout, "the lab's copy of /etc/passwd has the same bytes"
-    assert re.search(r"node1 .* 4 processes\n", text) and "\nRUNNING\n" in text and text.endswith("lab: ended\n"), text
-
-
-# Where this repository lies in /tmp itself, as in .ci/run, it is still there, and its programs run.
-NOEXEC = """
-mount --bind /tmp /mnt
-mount -t tmpfs -o mode=1777,noexec tmpfs /tmp
-case "$PWD" in /tmp/*) mkdir -p "$PWD"; mount --bind "/mnt/${PWD#/tmp/}" "$PWD"; cd "$PWD" ;; esac
-umount /mnt
-exec "$0" -m lab up --name "$1" --nodes 1 --tracking linuxproc
-"""
-
-
-def test_no_step_can_run(name: str) -> None:
-    """A lab whose slurmd starts, and whose steps do not, is not called ready: here /tmp permits no programs."""
-    line = ["unshare", "--mount", "sh", "-ec", NOEXEC, sys.executable, name]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and not done.stdout, done
-    start = "lab: error: a step of user lab-student fails with --tracking linuxproc: srun"
-    assert done.stderr.startswith(start) and done.stderr.count("\n") == 1, done.stderr
-
-
-def test_next_way_if_no_step_can_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A way to track processes with which slurmd starts, but no step, is followed by the next."""
-    write = tracking.write
-
-    def broken(mode: str, folder: Path) -> None:
-        write(mode, folder)
-        if mode == "filter":
-            (folder / "slurmstepd").write_text("#!/nowhere\n")
-
-    monkeypatch.setattr(tracking, "MODES", {mode: tracking.MODES[mode] for mode in ("filter", "linuxproc")})
-    monkeypatch.setattr(tracking, "why_not", lambda mode: None)
-    monkeypatch.setattr(tracking, "write", broken)
-    with Lab(Wanted(name=name, nodes=1)) as lab:
-        assert lab.tracking == "linuxproc"
-
-
 def test_no_devices(name: str) -> None:
     """Where root may make no device, as in a container, a lab starts without one; with --gpus one line says why not."""
     line = ["setpriv", "--bounding-set=-mknod", "--inh-caps=-mknod", sys.executable, "-m", "lab", "up", "--name", name]
@@ -349,30 +241,6 @@ def test_no_devices(name: str) -> None:
     assert command("down", "--name", name).returncode == 0
     done = subprocess.run([*line, "--gpus", "1"], **options)
     assert done.returncode == 2 and "--gpus: this machine permits no devices" in done.stderr, done.stderr
-
-
-def test_down_waits_its_turn(name: str) -> None:
-    """`down` does not remove the folder of a lab that is just starting under the same name."""
-    lab = Lab(Wanted(name=name, nodes=1)).up()
-    with contextlib.ExitStack() as waiting:
-        waiting.enter_context(base.locked(cluster.LOCK, "", 300))
-        with running([sys.executable, "-m", "lab", "down", "--name", name], cwd=ROOT) as down:
-            with pytest.raises(subprocess.TimeoutExpired):
-                down.wait(1.5)
-            assert lab.states() == {"node1": "idle"}
-            waiting.close()
-            assert down.wait(300) == 0
-    assert not traces(name)
-
-
-def test_nothing_waits_for_a_lock_without_a_limit(tmp_path: Path) -> None:
-    """Whoever holds the lock too long is not waited for: one line says what was waited for, and where to look."""
-    text = f"waited 0.3 s in vain until it is done .*fuser {tmp_path}/lock"
-    again = base.locked(tmp_path / "lock", "it is done", 0.3)
-    with base.locked(tmp_path / "lock", "", 60), pytest.raises(LabError, match=text), again:
-        pass
-    with base.locked(tmp_path / "lock", "", 0.3):
-        pass
 
 
 def test_devices(name: str) -> None:
@@ -654,16 +522,6 @@ def test_next_way_to_track(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         Lab(Wanted(name=name, nodes=1, tracking="filter")).up()
 
 
-def test_tracking_by_name(name: str) -> None:
-    """A mode can be forced, `status` names it, and one that cannot be is refused with one line."""
-    assert command("up", "--name", name, "--nodes", "1", "--tracking", "linuxproc").returncode == 0
-    assert "signals: linuxproc: unlike most clusters" in command("status", "--name", name).stdout
-    for mode in ["nothing", *(mode for mode in tracking.MODES if tracking.why_not(mode))]:
-        refused = command("up", "--name", f"{name}x", "--tracking", mode)
-        assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, refused.stderr
-        assert f"--tracking {mode}: " in refused.stderr
-
-
 WHO = "echo $(id -un) $(id -u) $(id -gn) $USER $LOGNAME $HOME ${OMPI_ALLOW_RUN_AS_ROOT-unset} $(cd; >file; ls)"
 
 
@@ -771,23 +629,6 @@ def test_folder_that_is_not_the_users(name: str, tmp_path: Path, tmp_path_factor
         assert "is not there inside" in said(unshared, "true")
 
 
-REPLACE = """
-mount -t tmpfs tmpfs /mnt && cp -a /etc/. /mnt && mount --bind /mnt /etc
-"$0" -m lab up --name "$1" --nodes 1 --user lab-student
-for file in passwd group hosts nsswitch.conf; do cp "/etc/$file" /etc/new && mv /etc/new "/etc/$file"; done
-"$0" -m lab run --name "$1" --chdir / -- srun sh -c 'id -un; getent hosts head'
-"$0" -m lab down --name "$1"
-"""
-
-
-@pytest.mark.skipif("overlay" not in Path("/proc/filesystems").read_text(), reason="this kernel has no overlay")
-def test_packages_are_installed_meanwhile(name: str) -> None:
-    """A running lab keeps its user and its names when files of the machine's /etc, here a copy, are replaced."""
-    line = ["unshare", "--mount", "sh", "-ec", REPLACE, sys.executable, name]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert "lab-student\n10.210.0.254" in done.stdout, done.stdout + done.stderr
-
-
 def test_domain_and_names(name: str, tmp_path: Path) -> None:
     """Hosts may have fully qualified names, and names that resolve to nothing; SLURM works all the same."""
     share = on_this_machine_only(tmp_path)
@@ -868,27 +709,6 @@ def memory(text: str) -> int:
     return int(match[1]) if (match := re.fullmatch(r"(\d+)K", text.strip())) else 0
 
 
-def test_accounting_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the programs, one line names them and the packages."""
-    monkeypatch.setattr(accounting, "PROGRAMS", (*accounting.PROGRAMS, "no-such-program"))
-    with pytest.raises(LabError, match=r"missing programs: .*no-such-program.* \(apt-get install .* mariadb-server\)"):
-        Lab(Wanted(name=name, accounting=True)).up()
-    assert not traces(name)
-
-
-def test_mirror_of_apt(tmp_path: Path) -> None:
-    """The mirror for a tree is the first one of Debian, not of its security updates, that apt has been told."""
-    with pytest.raises(LabError, match="--mirror"):
-        tree.find_mirror(str(tmp_path))
-    (tmp_path / "sources.list.d").mkdir()
-    new = "Types: deb\nURIs: http://b.example/debian-security\n\nTypes: deb\nURIs: https://a.example/pool/debian/\n"
-    (tmp_path / "sources.list.d" / "debian.sources").write_text(new)
-    assert tree.find_mirror(str(tmp_path)) == "https://a.example/pool/debian/"
-    old = "# deb http://c.example/debian x main\ndeb [a=b] http://d.example/debian x main\n"
-    (tmp_path / "sources.list").write_text(old)
-    assert tree.find_mirror(str(tmp_path)) == "http://d.example/debian"
-
-
 def test_tree_refused(tmp_path: Path) -> None:
     """No command, a name that is none, no git repository, no such suite: one line says so."""
     made = tmp_path / "trees" / "made"
@@ -951,49 +771,6 @@ def test_tree_of_others(tmp_path: Path, where: str, problem: str) -> None:
 def contents(folder: Path) -> dict[Path, bytes | None]:
     """Return all that lies below a folder, and what is in the files."""
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
-
-
-def test_folder_of_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default it is not where others could make it first; it is made for root alone; a folder like /tmp is none."""
-    monkeypatch.delenv("TREES", raising=False)
-    assert tree.default_folder() == Path("/var/lib/slurm-lab")
-    made = tree.open_folder(tmp_path / "above" / "trees")
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (made.parent, made)] == [0o700, 0o700]
-    made.parent.chmod(0o1777)  # where others cannot remove what is root's
-    assert tree.open_folder(made) == made
-    made.chmod(0o1777)
-    with pytest.raises(LabError, match="above/trees can be written to by others"):
-        tree.open_folder(made)
-    (tmp_path / "file").touch()
-    with pytest.raises(LabError, match="cannot make .*file/trees: Not a directory"):
-        tree.open_folder(tmp_path / "file" / "trees")
-
-
-ENTER = """
-import os, sys
-from pathlib import Path
-from lab import tree
-tree.copy_settings(Path(sys.argv[1]), ["/etc/hosts"])
-tree.enter(Path(sys.argv[1]), "/etc")
-print(sorted(os.listdir("/")), os.getcwd())
-"""
-
-
-def test_links_in_a_tree(tmp_path: Path) -> None:
-    """What is written into a tree when it is entered goes to no file outside, where links in the tree lead to."""
-    inside, outside = tmp_path / "tree", tmp_path / "outside"
-    for folder in "dev", "etc", "proc", "run", "sys":
-        (inside / folder).mkdir(parents=True)
-    outside.mkdir()
-    for file in "hosts", "resolv.conf":
-        (outside / file).write_text("the machine's")
-        (inside / "etc" / file).symlink_to(outside / file)
-    (inside / "old").symlink_to(outside)
-    line = [sys.executable, "-c", ENTER, str(inside)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.stdout == "['dev', 'etc', 'old', 'proc', 'run', 'sys'] /etc\n", done.stderr
-    assert {path.read_text() for path in outside.iterdir()} == {"the machine's"}
-    assert (inside / "etc/hosts").read_bytes() == Path("/etc/hosts").read_bytes()
 
 
 @pytest.mark.runs("weekly")

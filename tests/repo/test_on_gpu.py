@@ -1,8 +1,6 @@
 """benchmarks/on_gpu.py: steps that end at their limit, results that are whole at any moment, and the table of them."""
 
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 
 import fake_gpus
-from benchmarks import gpu_checks, gpu_figures, gpu_peers, gpu_steps, gpu_table, on_gpu, on_gpu_files
+from benchmarks import gpu_checks, gpu_figures, gpu_peers, gpu_steps, gpu_table, on_gpu
 from benchmarks.gpu_steps import FAILED, LEFT_OUT, MEASURED, Results, Step
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
 from harness.processes import finish, wait_until
@@ -46,15 +44,6 @@ def test_step_over_its_limit(tmp_path: Path) -> None:
     assert "ended at its limit" in (tmp_path / "log").read_text()
 
 
-def test_no_time_left(tmp_path: Path) -> None:
-    """A step that would not end in time is not begun, and its rows say what it would need."""
-    step = Step("late", "late", 100, 60, ("late",), run=lambda limit: pytest.fail("it was begun"))
-    (row,) = gpu_steps.carry_out(step, time.monotonic() + 30)
-    assert row["state"] == LEFT_OUT
-    left = re.fullmatch(r"time was up: it needs 60 s, and (\d+) s were left", row["reason"])
-    assert 0 < int(left[1]) <= 30
-
-
 @pytest.mark.parametrize(
     ("error", "state", "reason"),
     [
@@ -73,21 +62,6 @@ def test_fault_of_one_step(error: Exception, state: str, reason: str) -> None:
     assert row["state"] == state and row["reason"].startswith(reason)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("Traceback\n  File x\ntrain.py: error: --lr must be above 0\nrank 0 failed\n", "train.py: error: --lr must"),
-        ("Traceback\nValueError: too small\nE1127 torchrun failed\n", "ValueError: too small"),
-        ("[rank0]: torch.OutOfMemoryError: CUDA out of memory\n[rank0]: more\n", "[rank0]: torch.OutOfMemoryError"),
-        ("killed\n---\n", "killed"),
-        ("", "nothing was printed"),
-    ],
-)
-def test_last_words(text: str, words: str) -> None:
-    """Of a log, the line that says why it failed."""
-    assert gpu_steps.last_words(text).startswith(words)
-
-
 def test_plan() -> None:
     """Each step and each row has a name of its own; every public script stands beside one figure.
 
@@ -102,101 +76,6 @@ def test_plan() -> None:
     assert set(gpu_checks.GOALS) <= {figure.name for figure in gpu_figures.FIGURES}
     beside = [name for name in names if name.startswith("script-")]
     assert sorted(beside) == sorted(f"script-{script.name}" for script in gpu_peers.SCRIPTS)
-
-
-@pytest.mark.parametrize(
-    ("words", "steps"),
-    [
-        ("--only preflight tests", ["sanity", "tests", "preflight"]),
-        ("--only preflight tests --in-order", ["sanity", "preflight", "tests"]),
-        ("--only profile-vision tests", ["sanity", "prepare", "tests", "profile-vision"]),
-        ("--only tests profile --without profile-vision", ["sanity", "tests", "profile-fsdp"]),
-        ("--only profile tests --without profile-vision --in-order", ["sanity", "profile-fsdp", "tests"]),
-    ],
-)
-def test_chosen(words: str, steps: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--only and --without name steps or groups; what all need comes first, and data only where a step reads them."""
-    monkeypatch.setattr(sys, "argv", ["on_gpu.py", "--out", str(tmp_path / "new"), *words.split()])
-    plan = on_gpu.chosen(on_gpu.make_plan(bench(tmp_path)), on_gpu.read_args())
-    assert [step.name for step in plan] == steps
-
-
-def test_words_are_flags(tmp_path: Path) -> None:
-    """Each flag of a figure is one of its train.py, or is among those that an older one lacks, and then is named."""
-    for figure in gpu_figures.FIGURES:
-        text = (ROOT / "examples" / figure.example / "train.py").read_text()
-        text += (ROOT / "plumbing" / "settings.py").read_text()
-        words = re.findall(r"--[\w-]+", f"{gpu_figures.GROUP_WORDS[figure.group]} {figure.words}")
-        lacking = [word for word in words if f'"{word}"' not in text]
-        assert set(lacking) <= set(gpu_figures.NEWER), (figure.name, lacking)
-        if lacking:
-            assert f"train.py of {figure.example} has no " in bench(tmp_path).why_not(figure)
-
-
-def test_peak() -> None:
-    """The peak of a card goes by its name; that of a slice, and of others' names, is unknown."""
-    known = {"H100 80GB HBM3": 989.4, "H100 PCIe": 756, "H100 NVL": 835, "A100-SXM4-40GB": 312, "L40S": 362, "L4": 121}
-    known |= {"GH200 480GB": 989.4, "A100-SXM4-40GB MIG 1g.5gb": None, "RTX A4000": None, "A10G": None}
-    assert {card: gpu_checks.peak_of(f"NVIDIA {card}") for card in known} == known
-
-
-def test_steps_of_an_epoch(tmp_path: Path) -> None:
-    """An epoch takes about as long on another card, and has no step too few; the tokens suffice for it."""
-    figure = gpu_figures.FIGURES[0]
-    h100, a100 = bench(tmp_path), bench(tmp_path, peak=312)
-    assert h100.steps(figure) == round(480_000 * 5 / (64 * 1024))
-    assert a100.steps(figure) == round(480_000 * 5 * 312 / 989.4 / (64 * 1024))
-    tokens = h100.data(figure)["tokens"]
-    training = tokens - max(tokens // 10, 1024 + 1)  # as fsdp's load_data does
-    assert (training - 1) // 1024 // 64 == h100.steps(figure)
-
-
-def test_another_batch(tmp_path: Path) -> None:
-    """A figure may have a batch of its own, which the command and the public script beside it get; --tiny has none."""
-    compiled = gpu_figures.FIGURES[0]
-    plain = next(figure for figure in gpu_figures.FIGURES if figure.name == "fsdp GPT 124M bf16")
-    found = [bench(tmp_path).command(figure) for figure in (compiled, plain)]
-    found.append(bench(tmp_path, tiny=True, sizes=gpu_figures.TINY).command(compiled))
-    assert [words[words.index("--batch-size") + 1] for words in found] == ["64", "32", "2"]
-    assert gpu_checks.script_sizes(bench(tmp_path), compiled).batch == 64
-
-
-def test_flops() -> None:
-    """A GPT-2 of 124 million weights: 6 N and the attention, 855 million operations a token, as nanoGPT counts."""
-    weights = 124_475_904
-    flops = gpu_figures.flops_of_a_token(weights, gpu_figures.FULL["fsdp"])
-    assert flops == 6 * (weights - 1024 * 768) + 12 * 12 * 768 * 1024
-    assert 8.4e8 < flops < 8.7e8
-
-
-def test_rows_of_tests(tmp_path: Path) -> None:
-    """Of a session that was ended, what passed, failed and had not ended is known."""
-    lines = [
-        {"collected": ["test_trains[fsdp]", "test_mode[fsdp]", "test_dead_rank[fsdp]", "test_late[fsdp]"]},
-        {"test": "test_trains[fsdp]", "outcome": "passed", "seconds": 12.3, "reason": "", "tail": ""},
-        {"test": "test_mode[fsdp]", "outcome": "failed", "seconds": 5, "reason": "call: assert 1 == 2", "tail": "x"},
-        {"test": "test_dead_rank[fsdp]", "outcome": "skipped", "seconds": 0, "reason": "needs a GPU: two", "tail": ""},
-    ]
-    report = tmp_path / "report.jsonl"
-    report.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    row = gpu_checks.row_of_tests("fsdp", report, gpu_steps.Done(-9, "", [], over=170))
-    assert row["counts"] == {"passed": 1, "failed": 1, "skipped": 1, "not ended": 1} and row["state"] == FAILED
-    assert row["reason"] == "test_mode[fsdp]: call: assert 1 == 2; test_late[fsdp]: not ended"
-    report.write_text("".join(json.dumps(line) + "\n" for line in lines[:2]).replace("test_mode", "test_trains"))
-    row = gpu_checks.row_of_tests("fsdp", tmp_path / "none", gpu_steps.Done(4, "ERROR: no such file\n", []))
-    assert row["state"] == FAILED and row["reason"] == "it ended with 4: ERROR: no such file"
-
-
-def test_power_of_the_training_part() -> None:
-    """Samples from the end of the first epoch to that of the last count; the memory is the most of all."""
-    monitor = gpu_steps.Monitor()
-    monitor.samples = [(1, [100, 1, 9000, 300]), (3, [600, 99, 8000, 1700]), (4, [640, 97, 8000, 1800])]
-    lines = [(2.0, "epoch  1/3 | train loss\n"), (3.5, "epoch  2/3 | x\n"), (5.0, "epoch  3/3 | x\n")]
-    ends = gpu_figures.epoch_ends(gpu_steps.Done(0, "", lines), 3)
-    assert ends == [2.0, 3.5, 5.0]
-    found = monitor.medians(ends[0], ends[-1])
-    assert found == {"watt": 620, "busy_percent": 98, "sm_mhz": 1750, "smi_mb": 9000}
-    assert monitor.medians(10, 20) == {}
 
 
 ABOUT = {"gpus": 1, "card": "NVIDIA H100 80GB HBM3", "driver": "580.159", "cuda": "13.0", "cores": 16}
@@ -235,18 +114,6 @@ def test_table(tmp_path: Path) -> None:
     assert page.read_text() == text, "written twice it is the same"
 
 
-def test_table_of_two_runs(tmp_path: Path) -> None:
-    """Of several folders, what was measured goes before what was left out, and the later before the earlier."""
-    late = {"name": "lora", "state": LEFT_OUT, "reason": "time was up"}
-    first = results(tmp_path / "first", [GPT, late], [GPT["name"], "lora"])
-    lora = {"name": "lora", "state": MEASURED, "value": 41_000.0, "unit": "tokens/s"}
-    second = results(tmp_path / "second", [lora, GPT | {"value": 431_500.0}], [])
-    for folders in ([first, second], [second, first]):
-        found = {row["name"]: row for row in gpu_table.load(folders)[1]}
-        assert found["lora"]["value"] == 41_000
-    assert {row["name"]: row for row in gpu_table.load([first, second])[1]}[GPT["name"]]["value"] == 431_500
-
-
 REFUSED = {
     "--tiny": "--out FOLDER is missing",
     "--out results --sources nowhere": "--sources nowhere: there is no such folder",
@@ -273,50 +140,6 @@ def test_refuses(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
         on_gpu.main()
     assert refused.value.code == 2 and REFUSED[words] in capsys.readouterr().err.splitlines()[-1]
     assert (tmp_path / "done" / "results.json").read_text() == "{}"
-
-
-def test_files_are_pinned() -> None:
-    """Each wheel that is carried has its version in tests/constraints.txt, and what needs it is named."""
-    assert all(re.match(r"\d", on_gpu_files.version_of(name)) for name in on_gpu_files.PACKAGES)
-    pinned = (ROOT / "examples" / "deepspeed" / "requirements.txt").read_text()
-    assert f"deepspeed=={on_gpu_files.version_of('deepspeed')}" in pinned
-
-
-def test_builds_with_an_older_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes as source only is built with `wheel`, which pip 23.0 does not bring itself."""
-
-    def pip(*words: str) -> None:
-        assert "--use-pep517" in words
-        (folder,) = (word.removeprefix("--wheel-dir=") for word in words if word.startswith("--wheel-dir="))
-        Path(folder, "deepspeed-0-py3-none-any.whl").touch()
-
-    monkeypatch.setattr(on_gpu_files, "pip", pip)
-    on_gpu_files.build(tmp_path, "deepspeed")
-    assert [path.name for path in tmp_path.iterdir()] == ["deepspeed-0-py3-none-any.whl"]
-
-
-FILES_REFUSED = {
-    "--out .": "--out . is there already: remove it",
-    "--out new --python 3": "--python 3: give it as 3.12",
-    "--out new --torch 2.5": "--torch 2.5: on_gpu.py takes 2.6 to 2.15",
-    "--out new --torch 2.16.1": "--torch 2.16.1: on_gpu.py takes",
-    "--out new --torch nightly": "--torch nightly: on_gpu.py takes",
-    "--out new --packages fire": "argument --packages: invalid choice: 'fire'",
-}
-
-
-@pytest.mark.parametrize("words", FILES_REFUSED)
-def test_files_refuse(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """What cannot be right is refused before anything is downloaded."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(on_gpu_files, "pip", lambda *words: pytest.fail("pip was called"))
-    monkeypatch.setattr(sys, "argv", ["on_gpu_files.py", *words.split()])
-    with pytest.raises(SystemExit) as refused:
-        on_gpu_files.main()
-    assert refused.value.code == 2 and FILES_REFUSED[words] in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
 
 
 # What a machine without a GPU lacks, by the reasons of the rows that are left out there.

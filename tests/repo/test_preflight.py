@@ -278,37 +278,6 @@ def test_torch_cannot_use_the_gpus(
 
 
 @needs_lab
-def test_stand_in_gpus_on_an_old_slurm(place: Place) -> None:
-    """SLURM before 21.08 has no SLURM_GPUS_ON_NODE; and the lab's own GPUs, which are none, can be permitted."""
-    venv = place.environment(python=f"unset SLURM_GPUS_ON_NODE; {place.light_python}")
-    run = place.run("--nodes=1", "--gpus-per-node=2", venv=venv, env={"ALLOW_CPU": "1"})
-    assert run.rows["gpus"] == ("2 a node asked for, unusable; ALLOW_CPU=1 permits the CPU", "ok", ""), run.log
-
-
-def test_gpus_by_task(tmp_path: Path) -> None:
-    """With --gpus-per-task no GPU of the node is hidden; SLURM before 21.08 is not asked for what it does not know."""
-    write_program(tmp_path / "venv/bin/python", "exit 1")
-    write_program(tmp_path / "srun", 'echo "$@"')
-    fixed = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VENV": str(tmp_path / "venv"), "SLURM_CPUS_PER_TASK": "2"}
-    fixed |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_GPUS": "0"}
-    for name, value, bound in (("GPUS", "a100:1", 1), ("TRES", "cpu=2,gres/gpu=1", 1), ("TRES", "cpu=2", 0)):
-        env = fixed | {f"SLURM_{name}_PER_TASK": value}
-        done = subprocess.run(["bash", "run.slurm"], cwd=FOLDER, env=env, capture_output=True, text=True, timeout=300)
-        assert done.stdout.count(" --gpu-bind=none ") == bound and not done.returncode, done
-
-
-@needs_lab
-def test_site_exports_nothing(place: Place) -> None:
-    """sbatch --export=NONE sets SLURM_EXPORT_ENV=NONE, as some sites do; VENV has its default, for it is lost too."""
-    (place.folder / ".venv").symlink_to(sys.prefix)
-    try:
-        run = place.run("--export=NONE")
-    finally:
-        (place.folder / ".venv").unlink()
-    assert run.status == 0 and str(place.folder / ".venv/bin/python") in run.rows["python"][0], run.log
-
-
-@needs_lab
 def test_refused(place: Place) -> None:
     """run.slurm says in one line that there is no environment, or image, or no number of cores of a task."""
     script = place.folder / "run.slurm"
@@ -556,25 +525,6 @@ def job() -> SimpleNamespace:
     return SimpleNamespace(nodes=["node1", "node2"], world=2, port=10007, pattern="per-node")
 
 
-@pytest.mark.parametrize(
-    ("step", "problem"),
-    [
-        ({}, "this is not a SLURM job"),
-        ({"SLURM_JOB_ID": "7"}, "srun did not start this"),
-        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967291"}, "srun did not start this"),
-        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, "no PREFLIGHT_TOKEN"),
-    ],
-)
-def test_started_otherwise(step: dict[str, str], problem: str) -> None:
-    """Outside of a step, or in a step without the secret that run.slurm makes."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")} | step
-    words = [sys.executable, str(FOLDER / "preflight.py")]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and not done.stdout
-    assert done.stderr.startswith(f"preflight.py: error: {problem}") and done.stderr.count("\n") == 1
-    assert "sbatch run.slurm" in done.stderr
-
-
 @pytest.fixture
 def loopback(monkeypatch: pytest.MonkeyPatch, preflight: ModuleType) -> SimpleNamespace:
     """A job of 3 tasks, all on this machine, whose task 0 has a free port."""
@@ -653,36 +603,6 @@ def test_guests_of_this_job(preflight: ModuleType, loopback: SimpleNamespace) ->
     for thread in work:
         thread.join(300)
     assert answers == {1: facts, 2: facts}
-
-
-def test_node_without_a_name_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SLURMD_NODENAME may be missing; the short host name is what slurmd takes, too."""
-    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
-    assert os.uname().nodename.split(".")[0] == load("preflight").NODE
-    monkeypatch.setenv("SLURMD_NODENAME", "node7")
-    assert load("preflight").NODE == "node7"
-
-
-def test_control_characters_are_visible(verdict: ModuleType, job: SimpleNamespace) -> None:
-    """What other programs have said cannot clear the screen, nor add a line: it is spelled out."""
-    bad = "\x1b[2J\r\n\x9b\u202e\udcff"
-    reports = {0: {"node": "node1", "connections": {"node2": bad}, "names": {"error": f"OSError: {bad}"}}}
-    text, status = verdict.table(reports, set(), job, f"é {bad}")
-    lines = text.encode().decode().splitlines()  # as it is written
-    assert status == 1 and len(lines) == len(ROWS) + 4
-    assert all(line.isprintable() for line in lines) and "é" in text
-    assert text.count(r"\x1b[2J\r\n\x9b\u202e\udcff") == 3
-
-
-def test_clock(verdict: ModuleType, job: SimpleNamespace) -> None:
-    def reports(ahead: float, doubt: float) -> list[dict[str, Any]]:
-        clocks = {"node1": {"ahead": 0.0, "doubt": 0.0}, "node2": {"ahead": ahead, "doubt": doubt}}
-        return [{"node": node, "clock": clock} for node, clock in clocks.items()]
-
-    assert verdict.judge("clock", reports(-0.4, 0.001), job)[1] == "ok"
-    assert verdict.judge("clock", reports(2.0, 1.5), job)[1] == "ok"  # a slow answer proves nothing
-    result, status, _ = verdict.judge("clock", reports(-90.0, 0.001), job)
-    assert status == "WARN" and "node2: -90.0 s" in result and "node1: " not in result
 
 
 @pytest.mark.parametrize(
@@ -770,44 +690,6 @@ def test_limits(verdict: ModuleType, job: SimpleNamespace, case: str) -> None:
     assert "node2" not in row[0]
 
 
-def test_limits_of_a_large_job(verdict: ModuleType, job: SimpleNamespace) -> None:
-    """The first process of a job of 4,096 is connected with all others; its tasks and cores count, too."""
-    job.nodes = [f"node{number}" for number in range(512)]
-    report = {"node": "node1", "asked_gpus": 8, "cpus": 96, "STEP_TASKS_PER_NODE": "1(x512)"}
-    assert verdict.judge("limits", [report | {"limits": ENOUGH | {"files": (1024, 8192)}}], job)[1] == "FAIL"
-    assert verdict.judge("limits", [report | {"limits": ENOUGH | {"files": (1024, 16384)}}], job)[1] == "ok"
-    report |= {"asked_gpus": 0, "cpus": 2, "STEP_TASKS_PER_NODE": "64(x512)"}
-    few = ENOUGH | {"files": (99999, 99999), "processes": (4200, 4200)}
-    assert verdict.judge("limits", [report | {"limits": few}], job)[1] == "FAIL"
-
-
-GROUPS = {  # /proc/self/cgroup, files below /sys/fs/cgroup, and how many processes a job may have
-    "version 2": ("0::/slurm/job_7\n", {"slurm/job_7": "max", "slurm": "512"}, 512),
-    "version 2, the job": ("0::/slurm/job_7\n", {"slurm/job_7": "100", "slurm": "512"}, 100),
-    "version 1": ("9:pids:/slurm/job_7\n3:cpu,cpuacct:/\n", {"pids/slurm/job_7": "max", "pids/slurm": "77"}, 77),
-    "with another": ("9:pids,misc:/a\n", {"pids/a": "5"}, 5),
-    "both": ("9:pids:/a\n0::/b\n", {"pids/a": "9", "b": "8"}, 8),
-    "no limit": ("0::/a\n", {"a": "max"}, -1),
-    "not mounted": ("9:pids:/a\n", {}, -1),
-    "a colon": ("0::/a:b\n", {"a:b": "6"}, 6),
-    "nothing": ("", {}, -1),
-}
-
-
-@pytest.mark.parametrize("case", GROUPS)
-def test_control_groups(preflight: ModuleType, tmp_path: Path, case: str) -> None:
-    """The least of what the control groups permit, of both versions, from the job's up to the uppermost."""
-    text, files, most = GROUPS[case]
-    (tmp_path / "cgroup").write_text(text)
-    for name, value in files.items():
-        group = tmp_path / "sys" / "fs" / "cgroup" / name
-        group.mkdir(parents=True, exist_ok=True)
-        (group / "pids.max").write_text(f"{value}\n")
-    found = preflight.group_limits("pids", ["pids.max"], str(tmp_path), str(tmp_path / "cgroup"))
-    assert min(found, default=-1) == most
-    assert preflight.find_limits()["files"][0] > 0
-
-
 def addresses() -> list[str]:
     """Return addresses of this machine: a container may have none of IPv6."""
     found = ["127.0.0.1", "localhost"]
@@ -832,36 +714,6 @@ def test_either_network(
     port = preflight.listen(0, preflight.tell_node)
     with socket.create_connection((address, port), timeout=300) as connection:
         assert connection.makefile().readline() == f"{preflight.NODE}\n"
-
-
-def test_no_line_is_torn(preflight: ModuleType, loopback: SimpleNamespace) -> None:
-    """Two threads of task 0 answer one task at once, and it reads both: a late round's answer, and the next one's."""
-    preflight.ROUNDS["reduce"] = 0
-    head = preflight.Head(loopback)
-    head.answers["torch"] = ["x" * 2**20] * 4
-    with socket.create_connection(("127.0.0.1", loopback.port), timeout=300) as guest:
-        for _ in range(4):
-            preflight.send(guest, loopback.token, ["torch", 1, "late"])
-        wait_until(lambda: head.connections, 300, "the first post")
-        work = [threading.Thread(target=head.exchange, args=("reduce", "y" * 2**20), daemon=True) for _ in range(4)]
-        for thread in work:
-            thread.start()
-        messages = preflight.receive(guest.makefile("rb"), loopback.token)
-        assert "time" in next(messages)
-        assert sorted(next(messages)[0] for _ in range(8)) == ["reduce"] * 4 + ["torch"] * 4
-
-
-def test_torn_line(preflight: ModuleType, loopback: SimpleNamespace) -> None:
-    """A task to which task 0 has said something that it cannot read says that it has lost task 0."""
-
-    def answer(connection: socket.socket) -> None:
-        preflight.send(connection, loopback.token, {"time": 0})
-        connection.recv(4096)
-        connection.sendall(b"torn\n")
-
-    loopback.port = preflight.listen(0, answer)
-    with pytest.raises(ConnectionError, match="lost task 0 on node1"):
-        preflight.Guest(loopback).exchange("hello", "here")
 
 
 V100, H100, B200 = ("7.0", "Tesla V100-SXM2-32GB"), ("9.0", "NVIDIA H100 80GB HBM3"), ("10.0", "NVIDIA B200")
@@ -912,73 +764,6 @@ def test_wheel(
         assert text == f"{what}: torch {wheel[0]} and torchvision {wheel[1]}, {wheel[2]}"
         assert f"UV_TORCH_BACKEND={wheel[2]} uv pip install -r requirements.txt" in advice
         assert ("the site's own image or module first" in advice) == (wheel == ROCM)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "backend"),
-    [
-        (("580.65.06", *H100), ("550.54.15", *H100), "cu126"),
-        (("580.65.06", *H100), ("580.65.06", *V100), "cu126"),
-        (("580.65.06", *B200), ("550.54.15", *H100), "cu128"),
-    ],
-)
-def test_wheel_of_different_nodes(
-    verdict: ModuleType, job: SimpleNamespace, one: tuple, other: tuple, backend: str
-) -> None:
-    """Both are named, and the advice fits both; a node that could not tell does not count."""
-    silent = node(("580", *H100), problem="TimeoutExpired: too slow", name="node3")
-    reports = [node(one), node(other, name="node2"), silent]
-    text, status, advice = verdict.judge("wheel", reports, job)
-    assert all(
-        f"node{number}: 1 {gpu[2]} ({gpu[1]}), driver {gpu[0]}" in text for number, gpu in ((1, one), (2, other))
-    )
-    assert "node3: unknown: TimeoutExpired" in text and status == "ok"
-    assert f"UV_TORCH_BACKEND={backend} " in advice and "--constraint" in advice
-    assert verdict.judge("wheel", [silent], job) == ("unknown: TimeoutExpired: too slow", "ok", "")
-    result = "unknown: nvidia-smi shows none of the GPUs asked for"
-    assert verdict.judge("wheel", [node() | {"asked_gpus": 2}], job) == (result, "ok", "")
-
-
-INSTALL = "uv pip install --reinstall torch=="
-
-
-@pytest.mark.parametrize(
-    ("report", "build", "problem", "advice"),
-    [
-        (
-            node(("580.65.06", *V100)),
-            "CUDA 13.2",
-            "no kernel image is available",
-            f"UV_TORCH_BACKEND=cu126 {INSTALL}{CU126[0]}",
-        ),
-        (
-            node(("580.65.06", *B200)),
-            "CUDA 12.6",
-            "no kernel image is available",
-            f"{INSTALL}{PINS[0]} torchvision=={PINS[1]}",
-        ),
-        (node(("440.33.01", *V100)), "CUDA 13.2", "driver is too old", "ask the cluster's staff for a newer driver"),
-        (
-            node(("580.65.06", *H100), amd=True),
-            "CUDA 13.2",
-            "out of memory",
-            "ask the cluster's staff about those nodes",
-        ),
-        (node(amd=True), "CUDA 13.2", "Found no NVIDIA driver", f"UV_TORCH_BACKEND=rocm7.2 {INSTALL}{ROCM[0]}"),
-        (node(amd=True), "ROCm 7.2", "no HIP GPUs", "ask the cluster's staff about those nodes"),
-        (node(problem="OSError: no luck"), "CPU only", "not compiled", "UV_TORCH_BACKEND=auto"),
-    ],
-)
-def test_gpu_advice(
-    verdict: ModuleType, job: SimpleNamespace, report: dict[str, Any], build: str, problem: str, advice: str
-) -> None:
-    """What to install where torch cannot use the GPUs: what fits the node, and so in each of its tasks."""
-    torch = {"GPUS_PER_TASK": None, "TRES_PER_TASK": None, "torch": "2.15.0", "build": build, "cuda": 0}
-    torch |= {"gpu_problem": problem, "gpus": [gpu[0] for gpu in report["wheel"]["gpus"]], "asked_gpus": 1}
-    other = {"node": "node1", **torch}
-    for reports in [report | torch], [report | {**torch, "cuda": 1, "gpu_problem": ""}, other]:
-        row = verdict.judge("gpus", reports, job)
-        assert row[1] == "FAIL" and advice in row[2], row
 
 
 def test_wheel_is_the_page_and_the_pins(verdict: ModuleType) -> None:
@@ -1083,55 +868,6 @@ def test_sizes(verdict: ModuleType, job: SimpleNamespace) -> None:
     row = verdict.judge("sizes", [{"node": "node1", "sizes": {"gloo": seconds}}], job)
     assert row == ("gloo 1 KB in 0.20 ms, 1 MB 524 MB/s, 256 MB 537 MB/s, 805 over a link", "ok", "")
     assert verdict.judge("sizes", [{"node": "node1", "sizes": {}}], job)[1] == "ok"
-
-
-def test_strangers_stream_nothing(preflight: ModuleType) -> None:
-    """A node takes a stream from the tasks of its job alone, and tells them how fast it was."""
-    port = preflight.listen(0, preflight.Sink(b"token").serve)
-    assert preflight.stream("127.0.0.1", "127.0.0.1", port, b"token") > 10
-    with pytest.raises(ConnectionError):  # it hangs up
-        preflight.stream("127.0.0.1", "127.0.0.1", port, b"another token")
-
-
-def test_shared_interfaces(preflight: ModuleType) -> None:
-    """Interfaces that some node lacks are left out, and those with one address on all, as of a container's bridge."""
-    nodes = [{"eth0": "10.0.0.1", "docker0": "172.17.0.1", "ib0": "10.1.0.1", "usb0": "169.254.3.1"}]
-    nodes += [{"eth0": "10.0.0.2", "docker0": "172.17.0.1", "ib0": "10.1.0.2"}]
-    hellos = [{"interfaces": {name: {"address": ip} for name, ip in node.items()}} for node in nodes]
-    assert preflight.shared_interfaces(hellos) == ["eth0", "ib0"]
-
-
-@pytest.mark.parametrize(
-    ("cgroup", "file"),
-    [("0::/job_7/step_0", "job_7/memory.max"), ("4:memory:/job_7/step_0", "memory/job_7/memory.limit_in_bytes")],
-)
-def test_memory_of_a_task(
-    preflight: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str, file: str
-) -> None:
-    """What a task may take is its share of what SLURM has given to the job on its node, and of what is free."""
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x16),1")
-    where = (str(tmp_path), str(tmp_path / "cgroup"))
-    assert preflight.free_memory(*where) > 2**20
-    (tmp_path / "cgroup").write_text(cgroup)
-    path = tmp_path / "sys/fs/cgroup" / file
-    path.parent.mkdir(parents=True)
-    path.write_text("6000\n")
-    assert preflight.free_memory(*where) == 3000
-
-
-@pytest.mark.parametrize("leader", [True, False])
-def test_sizes_begin_together(
-    preflight: ModuleType, job: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, leader: bool
-) -> None:
-    """No task begins with the sizes before the leaders have sent their streams."""
-    order: list[str] = []
-    board = SimpleNamespace(exchange=lambda name, _: order.append(name))
-    monkeypatch.setattr(preflight, "find_network", lambda *_: order.append("network"))
-    monkeypatch.setattr(preflight, "ask", lambda *_: {})
-    job.leader = leader
-    posts = {rank: {"reduce": {"gloo": 1.0}} for rank in range(job.world)}
-    preflight.measure(job, board, {}, None, SimpleNamespace(send=order.append), posts)
-    assert order == ["network"] * leader + ["streams", "sizes"]
 
 
 def test_a_check_that_raises_is_a_row(verdict: ModuleType, job: SimpleNamespace) -> None:

@@ -167,16 +167,6 @@ def test_bad_input(start: Callable[..., subprocess.Popen], what: str) -> None:
     assert run.returncode != 0 and says in errors.splitlines()[-1] and "Traceback" not in errors, errors
 
 
-def test_show_in_a_folder_of_others(sweep: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where nothing can be written the table is printed all the same, and a line says why there is no file."""
-    study, _ = sweep.open_study(tmp_path, SETTINGS, 1, 0)
-    sweep.done(study, study.ask(), sweep.TrialState.COMPLETE, 0.25)
-    (tmp_path / "sweep.csv").mkdir()
-    with pytest.raises(sweep.SweepError, match=r"no table and no picture can be written to .* \(Is a directory\)"):
-        sweep.show(tmp_path)
-    assert "complete  0.25" in capsys.readouterr().out
-
-
 def test_other_settings(tmp_path: Path, start: Callable[..., subprocess.Popen]) -> None:
     """A sweep goes on with the settings that it has, and without SLURM there is no task."""
     for values, status in (("lr=1:2", 0), ("lr=1:3", 1)):
@@ -229,30 +219,6 @@ def test_stopped(sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 os.killpg(run.pid, signal.SIGKILL)
 
 
-def test_controller_that_is_away(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task asks again to be requeued if SLURM's controller does not answer for a moment."""
-    away = "Unable to contact slurm controller (connect failure) for job 7_1"
-    answers = [Namespace(returncode=1, stderr=away), Namespace(returncode=0, stderr="")]
-    monkeypatch.setattr(sweep.subprocess, "run", lambda *_, **__: answers.pop(0))
-    monkeypatch.setattr(sweep.time, "sleep", lambda _: None)
-    task = Namespace(requeued=False)
-    sweep.Task.requeue(task, "the time limit is near")
-    assert task.requeued and not answers
-
-
-@pytest.mark.parametrize("name", [b"\xc3\xa9" * 7 + b"\xc3", b"\xff) R 1 (", b") Z 7 7\n", b"", b"\xf0\x9f\x98"])
-def test_children_beside_odd_names(sweep: ModuleType, tmp_path: Path, name: bytes) -> None:
-    """A process of anybody may have any name, of which the kernel keeps 15 bytes: children are found all the same."""
-    words = [sys.executable, "-c", SLEEPS, name.hex()]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as odd:
-        read_line(odd, 300)
-        try:
-            assert Path(f"/proc/{odd.pid}/comm").read_bytes() == name[:15] + b"\n"
-            assert odd.pid in sweep.children(os.getpid())
-        finally:
-            odd.kill()
-
-
 # The signal in the first of two trials, and whether that ends then; what scontrol answers; what is said.
 ENDINGS: dict[str, tuple[int, bool, str, str]] = {
     "a trial ends after the notice": (signal.SIGUSR1, True, "exit 0", "trials are left: the task is requeued"),
@@ -289,40 +255,6 @@ def test_ends_with_the_task(
             signal.signal(one, handler)
     said = capsys.readouterr().out
     assert says in said and ("requeue" in said) == ("requeue" in says), said
-
-
-def test_several_users_and_clusters(sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial of another user's task, or of another cluster's, is not taken up: squeue does not show whether it lives.
-
-    Nor is it one's own because the task has the same number there.
-    """
-    monkeypatch.setattr(sweep, "living", set)
-    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
-    numbers = []
-    # No task is in the queue: another one takes its trial up, if it is of the same user and cluster.
-    for user, cluster, job in (
-        (1, "a", "7"),
-        (1, "a", "6"),
-        (2, "b", "7"),
-        (2, "a", "7"),
-        (2, "a", "8"),
-        (2, "a", "7"),
-    ):
-        monkeypatch.setattr(os, "getuid", lambda user=user: user)
-        monkeypatch.setenv("SLURM_CLUSTER_NAME", cluster)
-        monkeypatch.setenv("SLURM_JOB_ID", job)
-        study, storage = sweep.open_study(tmp_path, SETTINGS, 1, 0)
-        numbers.append(sweep.next_trial(study, storage, tmp_path, 9).number)
-    assert numbers == [0, 0, 1, 2, 2, 2], numbers
-
-
-def test_settings_of_squeue(sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a user has set for squeue hides no task."""
-    (tmp_path / "squeue").write_text('#!/bin/sh\necho "7_1$SQUEUE_STATES$SLURM_CLUSTERS"\n')
-    (tmp_path / "squeue").chmod(0o755)
-    for name, value in {"SQUEUE_STATES": "PENDING", "SLURM_CLUSTERS": "b", "PATH": f"{tmp_path}:/bin"}.items():
-        monkeypatch.setenv(name, value)
-    assert sweep.living() == {"7_1"}
 
 
 SETTINGS = {"space": {"lr": ["log", 1e-4, 1e-1]}, "metric": "test_loss", "maximize": False, "arguments": []}
@@ -431,45 +363,3 @@ def test_damaged_journal(sweep: ModuleType, journal: Path, capsys: pytest.Captur
     assert shown[1].split()[:3] == [str(count), "complete", "0.25"] and not [
         line for line in shown if "left out" in line
     ]
-
-
-def test_half_line_while_the_task_lives(sweep: ModuleType, journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What another task leaves when it is killed while it appends is no part of the next line of this one."""
-    study, _ = sweep.open_study(journal.parent, SETTINGS)
-    with open(journal, "ab") as file:
-        file.write(b'{"op_code":4,"worker_id":"other","stu')
-    study.tell(study.ask().number, 0.125)
-    assert "left out 1 damaged line" in capsys.readouterr().out
-    assert all(json.loads(line) for line in journal.read_bytes().splitlines())
-    study, _ = sweep.open_study(journal.parent)
-    assert [one.value for one in study.get_trials()] == [1.0, 0.5, 1 / 3, 0.125]
-
-
-LOST: dict[str, Callable[[list[bytes]], list[bytes]]] = {
-    "the beginning of a trial, unknowable": swap(6, b"\0\0\0\n"),
-    "several lines in one": lambda lines: [*lines[:5], bytes(700) + b"\n", *lines[8:]],
-    "the beginning of all": swap(1, None),
-    "another file": lambda lines: [b"epoch,loss\n", b"1,2\n"],
-    "another file, without an end": lambda lines: [b"no journal"],
-}
-
-
-@pytest.mark.parametrize("case", LOST)
-def test_lost_journal(sweep: ModuleType, journal: Path, case: str) -> None:
-    """A journal in which results could go to other trials is refused with one line, and left as it is."""
-    journal.write_bytes(b"".join(LOST[case](journal.read_bytes().splitlines(keepends=True))))
-    before = journal.read_bytes()
-    for settings in (SETTINGS, None):
-        with pytest.raises(sweep.SweepError, match=r"journal.log .*restore a copy.*or name another --folder"):
-            sweep.open_study(journal.parent, settings)
-        assert journal.read_bytes() in (before, before + b"\n")
-
-
-METRICS = {"empty": b"", "binary": bytes(range(256)), "a word": b"epoch,test_loss\n1,low\n", "short": b"a,b\n1\n"}
-
-
-@pytest.mark.parametrize("case", METRICS)
-def test_damaged_metrics(sweep: ModuleType, tmp_path: Path, case: str) -> None:
-    """A trial whose metrics.csv cannot be read has no rows, by which it has failed; the sweep goes on."""
-    (tmp_path / "metrics.csv").write_bytes(METRICS[case])
-    assert sweep.rows_of(tmp_path) == []

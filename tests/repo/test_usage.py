@@ -7,12 +7,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from harness import outputs, runs
+from harness import runs
 from harness.launchers import ROOT
 
 USAGE = ROOT / "runs" / "usage.py"
@@ -58,41 +57,6 @@ def test_refusals(tmp_path: Path) -> None:
         assert line.startswith("usage.py: error: ") and "output/1234" in line
 
 
-CUT = """
-1800000000.00 1234.0
-0, 90, 30000, 300.00, 1700, 0x0000000000000004
-1000000,262143328850,package-0
-
-1800000010.00 1234.0
-0, 90, 30000, 300.00, 1700, 0x0000000000000001
-Unable to determine the device handle for GPU1: 0000:41:00.0: Unknown Error
-90, 30000, 3
-1800000
-
-1800003600.00 1234.1
-0, 90, 30000, 100.00, 1700, [N/A]
-9000000,262143328850,package-0
-
-1800003610.00 1234.1
-0, 90, 30000, 100.00, 1700, 0x0000000000000000
-59000000,262143328850,package-0
-
-1800003620.00 1234.1
-0, 90, 30000, 900.00, 1700, 0x0000000000000000
-69000000,262143328"""
-
-
-def test_cut_off_and_requeued(tmp_path: Path) -> None:
-    """Lines that were cut off and errors are left out, and the time between two starts of a job counts for nothing."""
-    (tmp_path / "usage-node1.site.txt").write_text(CUT)
-    found = outputs.import_file(USAGE).samples(tmp_path)
-    assert list(found) == [("node1.site", "gpu0"), ("node1.site", "cpu0")]
-    gpu, cpu = found.values()
-    assert [(one["seconds"], one["watts"]) for one in gpu] == [(0, 300), (10, 300), (0, 100), (10, 100), (10, 900)]
-    assert [one["slowed"] for one in gpu] == ["power", "", "", "", ""]
-    assert [(one["time"], one["seconds"], one["watts"]) for one in cpu] == [(1800003610, 10, 5)]
-
-
 NVIDIA = """#!/bin/sh
 case "$*" in *{unknown}*) echo 'Field "clocks" is not a valid field to query.'; exit 2 ;; esac
 [ "$1 $2" = "-i 1,3" ] || exit 6
@@ -104,13 +68,6 @@ echo "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driv
 exit 9
 """
 HANGS = "#!/bin/sh\nexec sleep 1000\n"
-AMD = """#!/bin/sh
-echo 'WARNING: AMD GPU device(s) is/are in a low-power state.'
-echo 'device,sclk clock speed:,sclk clock level:,Current Socket Graphics Package Power (W),GPU use (%),\
-VRAM Total Memory (B),VRAM Total Used Memory (B)'
-echo 'card0,(1700Mhz),1,250.0,80,68702699520,1073741824'
-echo 'card1,(800Mhz),0,N/A,0,68702699520,0'
-"""
 # Instead of waiting, each turn sets the counters and the time; the log ends after the last one.
 LOG = """
 source plumbing/job.sh
@@ -176,20 +133,6 @@ def test_log_of_nvidia_and_processors(tmp_path: Path, unknown: str) -> None:
     assert energy == "energy: 1.7 Wh of GPUs and 0.1 Wh of CPUs" and not blank and head.startswith("node")
 
 
-def test_log_of_amd(tmp_path: Path) -> None:
-    """The columns of rocm-smi are found by their names; a processor that tells nobody its energy has no line."""
-    zone(tmp_path, "intel-rapl:0", "package-0", 0)
-    (tmp_path / "powercap" / "intel-rapl:0" / "energy_uj").unlink()
-    log(tmp_path, {"nvidia-smi": FAILS, "rocm-smi": AMD}, "\n", SLURM_GPUS_ON_NODE="2", SLURM_RESTART_COUNT="3")
-    found = outputs.import_file(USAGE).samples(tmp_path / "output")
-    assert [device for _, device in found] == ["gpu0", "gpu1"] and all(len(those) == 2 for those in found.values())
-    first = {"busy": 80, "memory_mb": 1024, "watts": 250, "mhz": 1700, "slowed": ""}
-    second = {"busy": 0, "memory_mb": 0, "watts": None, "mhz": 800, "slowed": ""}
-    for those, expected in zip(found.values(), (first, second), strict=True):
-        for one, since in zip(those, (0, 10), strict=True):
-            assert one == expected | {"time": 1.8e9 + since, "seconds": since}
-
-
 ANSWERS = NVIDIA.format(unknown="nothing")
 SILENT = {  # nvidia-smi, variables
     "a job without GPUs": (ANSWERS, {"SLURM_GPUS_ON_NODE": "0"}),
@@ -208,93 +151,10 @@ def test_nothing_to_log(tmp_path: Path, what: str) -> None:
     assert log(tmp_path, {"nvidia-smi": nvidia}, "\n", **gpus | variables) is None
 
 
-def test_log_every(tmp_path: Path) -> None:
-    """LOG_EVERY=60 is a sample each minute."""
-    gpus = {"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "1,3"}
-    text = log(tmp_path, {"nvidia-smi": ANSWERS}, "\n", LOG_EVERY="60", **gpus).read_text()
-    assert re.findall(r"^(\d+)\.00 1234\.0$", text, re.MULTILINE) == ["1800000000", "1800000060"]
-
-
 ROWS = "epoch,train_loss,test_loss,seconds,world_size\n1,2.0,2.0,1.0,2\n"
-
-
-def scratch(folder: Path) -> None:
-    """`output` is a link to a run on another file system."""
-    run(folder / "scratch/me")
-    link(folder / "project/output", "../scratch/me")
-
-
-def linked_run(folder: Path) -> None:
-    run(folder / "scratch/7")
-    (folder / "project/output").mkdir(parents=True)
-    link(folder / "project/output/7", str(folder / "scratch/7"))
-
-
-def loop(folder: Path) -> None:
-    run(folder / "project/output")
-    link(folder / "project/output/again", "../..")
-
-
-def both_ways(folder: Path) -> None:
-    run(folder / "project/output/7")
-    link(folder / "project/latest", "output/7")
-
-
-def linked_to_nothing(folder: Path) -> None:
-    run(folder / "project/output/7")
-    link(folder / "project/output/8", "gone")
-
-
-def data_set(folder: Path) -> None:
-    run(folder / "project/output/7")
-    for part in ("train", "val"):
-        run(folder / f"project/images/{part}/class")
-
-
-def environments(folder: Path) -> None:
-    run(folder / "project/output/7")
-    run(folder / "project/env/lib")
-    (folder / "project/env/pyvenv.cfg").touch()
-    run(folder / "project/other/site-packages/tool")
-
-
-def both_at_the_top(folder: Path) -> None:
-    """The project itself is an environment, and has a data set beside its runs."""
-    for part in ("train/class", "val/class", "lib/tool", "output/7"):
-        run(folder / "project" / part)
-    (folder / "project/pyvenv.cfg").touch()
 
 
 def run(folder: Path) -> None:
     """Write a run."""
     folder.mkdir(parents=True)
     (folder / "metrics.csv").write_text(ROWS)
-
-
-def link(path: Path, target: str) -> None:
-    """Make a symbolic link."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.symlink_to(target)
-
-
-# How runs lie below `project`, and which are found there.
-BELOW: dict[str, tuple[Callable[[Path], None], str]] = {
-    "output is a link": (scratch, "output"),
-    "a run is a link": (linked_run, "output/7"),
-    "a link leads back": (loop, "output"),
-    "a run has two paths": (both_ways, "latest"),
-    "a link to nothing": (linked_to_nothing, "output/7"),
-    "a data set": (data_set, "output/7"),
-    "environments": (environments, "output/7"),
-    "both at the top": (both_at_the_top, "output/7"),
-}
-
-
-@pytest.mark.parametrize("case", BELOW)
-def test_runs_are_found(tmp_path: Path, case: str) -> None:
-    """The runs below a folder are found, each once, also behind links."""
-    make, expected = BELOW[case]
-    make(tmp_path)
-    top = tmp_path / "project"
-    (run,), left_out = outputs.import_file(USAGE.with_name("reader.py")).find_runs(top, set())
-    assert (run.name, run.folder, left_out) == (expected, top / expected, [])

@@ -9,7 +9,7 @@ import pytest
 
 from harness import readme, runs
 from harness.jobs import EPOCHS, all_nodes, assert_completed, submit, two_processes
-from harness.launchers import LAUNCHERS, copy_example
+from harness.launchers import copy_example
 from harness.notebooks import HEAD
 from harness.processes import PIPES, running
 from harness.runs import Reference
@@ -20,26 +20,23 @@ from lab import Lab
 def reference_job(example: str, source: Path, lab: Lab, session_folder: Path) -> Callable[[str], Reference]:
     """A function that returns what a job leaves: one as shipped, or a small one with 2 processes.
 
-    With the six launch patterns both run at once, in one folder. The lab's GPUs, which the small job asks for, are
-    stand-ins: CUDA finds none, and it trains on CPU.
+    The lab's GPUs, which the small job asks for, are stand-ins: CUDA finds none, and it trains on CPU.
     """
 
-    def make(folder: Path, wanted: list[str]) -> list[Reference]:
+    def make(folder: Path, small: bool) -> list[Reference]:
         copied = copy_example(source, folder / example)
-        options = {"shipped": (all_nodes(source),), "small": two_processes(source)}
+        options = two_processes(source) if small else (all_nodes(source),)
         line = "sbatch run.slurm"
         if example != "deepspeed":  # whose README has it with an argument, see test_deepspeed_jobs.py
             line = readme.command(f"examples/{example}/README.md", "sbatch run.slurm")
-        jobs = {name: submit(lab, example, copied, options=options[name], line=line) for name in wanted}
-        for name, job in jobs.items():
-            assert_completed(job, EPOCHS, processes=2 if name == "small" else None)
-            assert name == "shipped" or "gpu:" in job.shown["TresPerNode"]
-        return [Reference(job.output, job.log) for job in jobs.values()]
+        job = submit(lab, example, copied, options=options, line=line)
+        assert_completed(job, EPOCHS, processes=2 if small else None)
+        assert not small or "gpu:" in job.shown["TresPerNode"]
+        return [Reference(job.output, job.log)]
 
     def find(name: str) -> Reference:
-        wanted = ["shipped", "small"] if LAUNCHERS[example].pattern else [name]
-        folder = session_folder / f"undisturbed-{'-'.join(wanted)}-{example}"
-        return runs.references(folder, lambda folder: make(folder, wanted))[wanted.index(name)]
+        folder = session_folder / f"undisturbed-{name}-{example}"
+        return runs.references(folder, lambda folder: make(folder, name == "small"))[0]
 
     return find
 

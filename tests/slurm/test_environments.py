@@ -90,7 +90,7 @@ def write_tree(folder: Path, programs: str, packages: str) -> None:
 
 
 @pytest.mark.runs("weekly")
-@pytest.mark.only("torchrun_multinode")
+@pytest.mark.only("accelerate")
 @pytest.mark.skipif(not LMOD.exists(), reason="needs Debian's package lmod")
 def test_lmod(example: str, source: Path, lab: Lab, two_process_job: Callable[[], Reference], tmp_path: Path) -> None:
     """With a real Lmod: the page's commands say what the page says, and jobs load the modules.

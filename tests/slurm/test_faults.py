@@ -33,12 +33,12 @@ from harness.jobs import (
     submit,
     two_processes,
 )
-from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
+from harness.launchers import LAUNCHERS
 from harness.processes import ASK_SLURM, wait_until, with_framework
 from harness.runs import Reference
 from lab import Lab, Wanted, faults, why_not
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.only("plumbing")]
 
 
 @pytest.fixture(scope="module")
@@ -177,29 +177,6 @@ def expected(fault: str, example: str) -> Outcome:
 def loses_no_step(fault: str, example: str) -> bool:
     """Whether an example's processes hear of a fault in time to save after their current step."""
     return FAULTS[fault].asked and LAUNCHERS[example].stops_at_a_step
-
-
-def table() -> str:
-    """Return the matrix as docs/faults.md shows it: a column for those whose processes are started again, and so on.
-
-    What an example does, its run.slurm says. So the titles name no example, and stay when one is added.
-    """
-    columns: dict[str, list[str]] = {}
-    titles = ("`--max-restarts=1` in run.slurm", "only `stop_near_time_limit`", "neither")
-    for name in EXAMPLES:
-        text = (ROOT / "examples" / name / "run.slurm").read_text()
-        again, stops = re.search("--max[-_]restarts[= ]1 ", text), "trap stop_near_time_limit" in text
-        assert bool(again) == LAUNCHERS[name].job_recovers and stops == LAUNCHERS[name].stops_at_a_step, name
-        cells = [expected(fault, name).value + ", 0 steps lost" * loses_no_step(fault, name) for fault in FAULTS]
-        title = titles[0] if again else titles[1] if stops else titles[2]
-        assert columns.setdefault(title, cells) == cells, f"{name} differs from the others in its column"
-    rows = [("fault", *titles), ("---",) * 4, *zip(FAULTS, *(columns[title] for title in titles), strict=True)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-def test_page_has_the_matrix() -> None:
-    """The table in docs/faults.md is the one that these tests hold."""
-    assert table() in (ROOT / "docs" / "faults.md").read_text(), f"put this into docs/faults.md:\n{table()}"
 
 
 @pytest.mark.runs("weekly")

@@ -1,7 +1,6 @@
 """Every shipped run.slurm, unmodified, on a real SLURM: it completes, requeues, fails and ends as promised."""
 
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -34,7 +33,6 @@ HEADERS = {
     name: {option: header(ROOT / "examples" / name, option) for option in ("nodes", "ntasks-per-node")}
     for name in EXAMPLES
 }
-ON_SEVERAL_NODES = [name for name in EXAMPLES if HEADERS[name]["nodes"] > 1]
 # The one task of a node starts the workers. With more tasks srun itself starts each worker.
 WITH_STARTERS = [name for name in EXAMPLES if HEADERS[name]["ntasks-per-node"] == 1]
 
@@ -44,47 +42,11 @@ def test_shipped_job(example: str, shipped_job: Callable[[], Reference]) -> None
     assert LAUNCHERS[example].has_learnt(outputs.read_metrics(shipped_job().output)[-1], tolerance=0.01)
 
 
-@pytest.mark.runs("one")
-@pytest.mark.only(*[name for name, row in LAUNCHERS.items() if row.pattern])  # whose two jobs run at once
-def test_two_jobs_at_once(
-    example: str, shipped_job: Callable[[], Reference], two_process_job: Callable[[], Reference]
-) -> None:
-    """A job that asks for GPUs completes beside the shipped one, in the same folder and on the same nodes."""
-    shipped, small = shipped_job(), two_process_job()
-    assert shipped.output != small.output and shipped.output.parent == small.output.parent
-    assert LAUNCHERS[example].has_learnt(outputs.read_metrics(small.output)[-1], tolerance=0.01)
-    assert " on cpu, " in small.stdout
-
-
 @pytest.mark.only(*HOROVOD)
 def test_mpi_on_two_nodes(example: str, shipped_job: Callable[[], Reference]) -> None:
     """The shipped script: 4 ranks on 2 nodes over MPI, with the cores that SLURM has given to each."""
     log = shipped_job().stdout
     assert "ConvNet on digits: 4 processes on 2 nodes, mpi on cpu, 2 threads each, global batch 256" in log
-
-
-BROKEN = {
-    "sbatch ignores the header": ("^#SBATCH", "# SBATCH"),
-    "a file that is not there": (r"\btrain\.py", "trian.py"),
-    "too many tasks": (r"--ntasks-per-node=\d+", "--ntasks-per-node=3"),
-}
-
-
-@pytest.mark.runs("one")
-def test_broken_scripts(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """These tests can fail: each broken copy of run.slurm is noticed."""
-    jobs = {}
-    for number, (fault, (old, new)) in enumerate(BROKEN.items()):
-        folder = copy_example(source, tmp_path / str(number) / example)
-        script = (folder / "run.slurm").read_text()
-        broken = re.sub(old, new, script, flags=re.MULTILINE)
-        assert broken != script
-        (folder / "run.slurm").write_text(broken)
-        options = ("--cpus-per-task=2",) if fault == "too many tasks" else ()
-        jobs[fault] = submit(lab, example, folder, "--epochs", "1", options=options)
-    for job in jobs.values():
-        with pytest.raises(AssertionError):
-            assert_completed(job, 1)
 
 
 @pytest.mark.runs("weekly")
@@ -145,23 +107,8 @@ def test_as_one_process(example: str, source: Path, lab: Lab, tmp_path: Path) ->
     assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-9 if launcher.fp64 else 1e-3)
 
 
-@pytest.mark.runs("weekly")
-@pytest.mark.only(*ON_SEVERAL_NODES)
-def test_slow_disk(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """Nobody is killed while rank 0 writes the model, even if that takes longer than srun's --wait."""
-    folder = copy_example(source, tmp_path / example)
-    edits.edit(folder / "run.slurm", "--wait=60", "--wait=2")
-    file, line, model = "plumbing/files.py", "        os.replace(temporary, path)\n", "path.name.startswith('model.')"
-    if "/" in LAUNCHERS[example].model:  # lora writes a folder
-        file, line, model = "model_files.py", "        temporary.rename(folder)\n", "True"
-    edits.edit(folder / file, line, f"        __import__('time').sleep(8 * ({model}))\n{line}")
-    job = submit(lab, example, folder, "--epochs", "1", options=two_processes(source))
-    assert_completed(job, 1, processes=2)
-
-
-@pytest.mark.runs("patterns")
-@pytest.mark.runs("weekly", "ddp_spawn", "deepspeed", "lightning")  # horovod_cpu and srun_multinode stop as these do
-@pytest.mark.runs("weekly", "torchrun_multinode")  # test_preempted is ordinary, and so is a worker killed
+@pytest.mark.runs("one")
+@pytest.mark.only("plumbing")
 def test_preempted_and_killed(
     example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]
 ) -> None:
@@ -222,22 +169,6 @@ def test_gloo_instead_of_mpi(
     outputs.assert_same_run(job.output, two_process_job().output)
 
 
-@pytest.mark.only(*HOROVOD)
-@pytest.mark.runs("weekly")
-def test_gloo_with_four_processes(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """Four processes with LAUNCH=gloo, on two nodes and on one, and with MPI: 1e-9 apart in fp64."""
-    words = ["--precision", "fp64", "--epochs", "2"]
-    weights = []
-    for launch, nodes in (("gloo", 2), ("gloo", 1), ("mpi", 2)):
-        folder = copy_example(source, tmp_path / f"{launch}{nodes}" / example)
-        options = (f"--nodes={nodes}", f"--ntasks-per-node={4 // nodes}")
-        job = submit(lab, example, folder, *words, options=options, LAUNCH=launch)
-        assert_completed(job, 2)
-        assert f"4 processes on {nodes} node{'s' * (nodes > 1)}, {launch} on cpu, 2 threads each" in job.log
-        weights.append(outputs.read_model(job.output))
-    assert max(outputs.largest_difference(weights[-1], others) for others in weights[:-1]) < 1e-9
-
-
 @pytest.mark.runs("weekly")
 @pytest.mark.only(*WITH_STARTERS)
 def test_launcher_killed(
@@ -266,7 +197,7 @@ def wait_for_progress(job: Job, starts: int) -> None:
 
 
 @pytest.mark.runs("weekly")
-@pytest.mark.only("accelerate", "lightning", "srun_multinode", "torchrun_multinode")
+@pytest.mark.only("accelerate", "lightning", "torchrun_multinode")
 def test_same_bits_as_ddp_spawn_with_four_processes(
     example: str, shipped_job: Callable[[], Reference], tmp_path: Path
 ) -> None:

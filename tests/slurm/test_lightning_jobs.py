@@ -1,5 +1,6 @@
 """What only lightning's run.slurm promises: where there is no srun, it is as if there was no SLURM."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,6 @@ from harness import outputs
 from harness.jobs import SETTINGS, Job, hand_over, submit
 from harness.launchers import copy_example
 from lab import Lab
-from tests.slurm.test_task_per_process import assert_wrong_tasks
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("lightning")]
 
@@ -17,7 +17,10 @@ def test_other_devices(lab: Lab, example: str, source: Path, tmp_path: Path) -> 
     """With other --devices than there are tasks a job ends with one line, which names the line of the header."""
     options = ("--ntasks-per-node=1",)
     job = submit(lab, example, copy_example(source, tmp_path / example), "--devices", "2", options=options)
-    assert_wrong_tasks(job.wait(), "2 tasks on 2 nodes, not 2 on each")
+    assert job.wait().shown["JobState"] == "FAILED", job.log
+    errors = set(re.findall(r"^(?:train\.py|run\.slurm): error: (?!the job failed).*", job.log, re.MULTILINE))
+    assert len(errors) == 1 and "2 tasks on 2 nodes, not 2 on each" in min(errors), job.log
+    assert "#SBATCH --ntasks-per-node" in min(errors) and "Traceback" not in job.log, job.log
 
 
 @pytest.mark.runs("weekly")  # ordinary on this machine: tests/test_lightning.py

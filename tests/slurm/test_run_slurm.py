@@ -1,48 +1,37 @@
 """What run.slurm itself promises, shown with a train.py that only waits: no torch is imported, so these are quick."""
 
-import os
 import re
 import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from harness import edits, outputs
+from harness import edits
 from harness.jobs import (
-    CPUS,
-    GPUS,
-    NODES,
     STUB,
     Job,
-    all_nodes,
     array_of_three,
     by_torchrun,
     hand_over,
     header,
-    on_this_machine_only,
     stub,
-    stubs,
     submit,
     wait_for_start,
 )
-from harness.launchers import HOROVOD, LAUNCHERS, ROOT, copy_example
-from harness.processes import wait_until
-from lab import Lab, Wanted, faults, why_not
+from harness.launchers import HOROVOD, LAUNCHERS, copy_example
+from lab import Lab, faults
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.only("plumbing"), pytest.mark.runs("one")]
 
 
-@pytest.mark.runs("one")
 def test_job_array(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """In an array of 3 one task is requeued near its time limit: the finished and the running one are left alone."""
     array_of_three(lab, stub(source, tmp_path / example))
 
 
-@pytest.mark.runs("one")
 def test_help(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """`sbatch run.slurm --help` prints the flags and ends: nobody has asked it to stop, so it is not requeued."""
     job = submit(lab, example, copy_example(source, tmp_path / example), "--help").wait()
@@ -50,7 +39,6 @@ def test_help(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     assert "--warmup-steps" in job.log and "requeue" not in job.log, job.log
 
 
-@pytest.mark.runs("one")
 def test_failed_requeue(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """Where neither a requeue nor another job may follow the log says so; a job that has stopped for it has failed."""
     folder = stub(source, tmp_path / example)
@@ -65,171 +53,6 @@ def test_failed_requeue(example: str, source: Path, lab: Lab, tmp_path: Path) ->
     assert job.wait().shown["JobState"] == ("FAILED" if LAUNCHERS[example].job_recovers else "COMPLETED")
 
 
-USAGE = ROOT / "runs" / "usage.py"
-SMI = {
-    "nvidia-smi": """#!/bin/sh
-for id in $(echo "$2" | tr , ' '); do echo "$id, 90, 30000, 300.00, 1700, 0x0000000000000004"; done
-""",
-    "rocm-smi": """#!/bin/sh
-echo 'device,GPU use (%),VRAM Total Memory (B),VRAM Total Used Memory (B),Average Graphics Package Power (W)'
-echo 'card0,80,68702699520,1073741824,250.0'
-echo 'card1,70,68702699520,1073741824,200.0'
-""",
-}
-
-
-def wait_for_samples(paths: list[Path]) -> None:
-    """Wait until each of these logs has had three more samples."""
-
-    def count(path: Path) -> int:
-        return path.read_text().count("\n\n") if path.exists() else 0
-
-    before = [count(path) for path in paths]
-    wait_until(lambda: all(count(path) > old + 2 for path, old in zip(paths, before, strict=True)), 300, f"{paths}")
-
-
-@pytest.mark.runs("one")
-@pytest.mark.only("gpus")
-def test_log_of_gpus(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """On each node the GPUs of a job are logged until it ends or is cancelled; LOG_EVERY=0 switches that off.
-
-    `nvidia-smi` and `rocm-smi` are stand-ins. No process is left: see Job.wait().
-    """
-    folder = stub(source, tmp_path / example)
-    edits.edit(folder / "run.slurm", "\nprepare ", '\nexport PATH="$PWD/bin/$MAKER:$PATH"\nprepare ')
-    for name, text in SMI.items():
-        (folder / "bin" / name).mkdir(parents=True)
-        (folder / "bin" / name / name).write_text(text)
-        (folder / "bin" / name / name).chmod(0o755)
-    options = (all_nodes(source), "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
-    logs: dict[str, list[Path]] = {}
-    jobs = {name: submit(lab, example, folder, options=options, LOG_EVERY="0.2", MAKER=name) for name in SMI}
-    for name, job in jobs.items():
-        job.wait_for_line("started [")
-        logs[name] = [job.output / f"usage-node{number}.txt" for number in range(1, header(folder, "nodes") + 1)]
-        wait_for_samples(logs[name])
-    ends, cancelled = jobs.values()
-    cancelled.cancel()
-    wait_for_samples(logs["nvidia-smi"])  # it goes on
-    (ends.output / "finish").touch()
-    assert ends.wait().shown["JobState"] == "COMPLETED" and cancelled.shown["JobState"] == "CANCELLED", ends.log
-    gpus = {name: {} for name in SMI}
-    for name, job in jobs.items():
-        for node, device in outputs.import_file(USAGE).samples(job.output):
-            if device.startswith("gpu"):  # not the processors of this machine
-                gpus[name].setdefault(node, set()).add(device)
-    assert all(len(logs[name]) == len(gpus[name]) for name in SMI)
-    assert all(found in ({"gpu0"}, {"gpu1"}) for found in gpus["nvidia-smi"].values()), "only the GPU that the job has"
-    assert all(found == {"gpu0", "gpu1"} for found in gpus["rocm-smi"].values()), "all of the node"
-    off = submit(lab, example, folder, options=options, LOG_EVERY="0", MAKER="nvidia-smi")
-    off.wait_for_line("started [")
-    (off.output / "finish").touch()
-    assert off.wait().shown["JobState"] == "COMPLETED" and not [*off.output.glob("usage-*")], off.log
-
-
-@pytest.fixture(scope="module")
-def strict_lab(session_folder: Path) -> Iterator[Lab]:
-    """A lab whose site takes --requeue off each job, as a plugin of some sites does: `scontrol requeue` is refused."""
-    if reason := why_not():
-        pytest.skip(reason)
-    shared = on_this_machine_only(session_folder, Path(sys.prefix))
-    with Lab(Wanted(NODES, CPUS, 2 * GPUS, name=f"strict{os.getpid()}", share=shared)) as lab:
-        (lab.folder / "job_submit.lua").write_text(NEVER_REQUEUE)
-        with open(lab.folder / "slurm.conf", "a") as conf:  # not before the script is there: slurmctld would not start
-            conf.write("JobSubmitPlugins=lua\n")
-        lab.run(["scontrol", "reconfigure"], user="root", check=True)
-        yield lab
-
-
-NEVER_REQUEUE = """
-function slurm_job_submit(job, partitions, user) job.requeue = 0; return slurm.SUCCESS end
-function slurm_job_modify(job, record, partitions, user) return slurm.SUCCESS end
-return slurm.SUCCESS
-"""
-
-
-def next_job(lab: Lab, folder: Path, job: str, log: Path) -> str:
-    """Have a job come near its time limit where it cannot be requeued, and end; return the job that goes on."""
-    said = re.compile(rf"SLURM refuses to requeue job {job}: job (\d+) will continue it, in {log}\n")
-    starts = log.read_text().count("started [")
-    faults.timelimit(lab, job)
-    wait_until(lambda: said.search(log.read_text()), 300, f"the successor of job {job}")
-    successor = said.search(log.read_text())[1]
-    if not LAUNCHERS[folder.name].job_recovers:  # it trains to the very end of its time
-        shown = lab.job(successor)
-        assert shown["JobState"] == "PENDING" and shown["Dependency"].startswith(f"afterany:{job}("), shown
-        lab.run(["scancel", job], check=True)
-    assert lab.wait_for_job(job)["JobState"] == ("COMPLETED" if LAUNCHERS[folder.name].job_recovers else "CANCELLED")
-    wait_until(lambda: log.read_text().count("started [") == 2 * starts, 300, f"the start of job {successor}")
-    return successor
-
-
-@pytest.mark.runs("one")
-def test_successors(strict_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
-    """Where SLURM never requeues a job submits another one near its time limit, as often in a row as SUCCESSORS says.
-
-    That has the same arguments, options, log and output folder. The other task of an array is left alone.
-    """
-    folder = stub(source, tmp_path / "my project" / example)
-    options = ("--array=3-4", "--cpus-per-task=1", "--time=90", "--mem=2G", "--job-name=other", all_nodes(source))
-    options += ("--gres=gpu:2",) * LAUNCHERS[example].gpus
-    words = ("--epochs", "7", "--text", "two words")
-    array = submit(strict_lab, example, folder, *words, options=options, SUCCESSORS="1").id
-    first, other = f"{array}_3", f"{array}_4"
-    log = folder / f"other-{strict_lab.wait_for_job(first, 'RUNNING')['JobId']}.out"
-    wait_until(lambda: log.exists() and log.read_text().count("started [") == stubs(folder), 300, "the start")
-    before = strict_lab.job(first)
-    second = f"{next_job(strict_lab, folder, first, log)}_3"
-    after = strict_lab.job(second)
-    same = ["TimeLimit", "NumNodes", "NodeList", "NumTasks", "CPUs/Task", "MinMemoryNode", "JobName", "ArrayTaskId"]
-    same += ["TresPerNode"] * LAUNCHERS[example].gpus
-    assert [after[name] for name in same] == [before[name] for name in same] and after["Requeue"] == "0"
-    started = [line for line in log.read_text().splitlines() if line.startswith("started [")]
-    assert len({*started}) == 1 and "'--epochs', '7', '--text', 'two words'" in started[0], started
-    assert f"'--output-dir', 'output/{first}'" in started[0] and strict_lab.job(other)["JobState"] == "RUNNING"
-
-    faults.timelimit(strict_lab, second)
-    line = "run.slurm: error: no further job after 1, since SUCCESSORS is 1"
-    wait_until(lambda: line in log.read_text(), 300, "the end of the chain")
-    for task in (first, other):
-        (folder / "output" / task / "finish").touch()
-    ends = [strict_lab.wait_for_job(task)["JobState"] for task in (second, other)]
-    assert ends == ["FAILED" if LAUNCHERS[example].job_recovers else "COMPLETED", "COMPLETED"], log.read_text()
-
-
-@pytest.mark.runs("weekly")
-def test_successor_without_progress(strict_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
-    """A chain of jobs ends when one of them has saved nothing, as requeues do."""
-    folder = stub(source, tmp_path / example, STUB.replace("touch", "exists", 1))
-    job = submit(strict_lab, example, folder)
-    wait_for_start(folder, job.id)
-    if not LAUNCHERS[example].stops_at_a_step:  # it waits for a save until 20 s before its end; as will the next job
-        job.limit_time(100)
-    second = next_job(strict_lab, folder, job.id, log := folder / f"{example}-{job.id}.out")
-    faults.timelimit(strict_lab, second)
-    wait_until(lambda: "no new checkpoint since the last restart" in log.read_text(), 300, "the end of the chain")
-    (job.output / "finish").touch()
-    strict_lab.wait_for_job(second)
-    assert log.read_text().count("will continue it") == 1, log.read_text()  # the first job's, by the second
-    assert not strict_lab.run(["squeue", "--noheader"]).stdout
-
-
-@pytest.mark.only(*[name for name, row in LAUNCHERS.items() if not row.job_recovers])
-@pytest.mark.runs("weekly")
-def test_successor_not_needed(strict_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
-    """A job that finishes in the last minute of its time takes the one that would have continued it back."""
-    folder = stub(source, tmp_path / example)
-    job = submit(strict_lab, example, folder)
-    wait_for_start(folder, job.id)
-    faults.timelimit(strict_lab, job.id)
-    job.wait_for_line("will continue it")
-    successor = re.search(r"job (\d+) will continue it", job.log)[1]
-    (job.output / "finish").touch()
-    assert job.wait().shown["JobState"] == "COMPLETED"
-    assert strict_lab.wait_for_job(successor)["JobState"] == "CANCELLED"
-
-
-@pytest.mark.runs("one")
 def test_program_of_its_start(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A requeued job runs what it was submitted with, though each file is edited; a new one what is there then.
 
@@ -290,7 +113,6 @@ assert (Path(__file__).parent / "large" / "file").read_text() == Path("large/fil
 """
 
 
-@pytest.mark.runs("one")
 def test_other_script(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """`SCRIPT=other.py sbatch run.slurm` runs that file in the place of train.py, with the same arguments."""
     folder = stub(source, tmp_path / example)
@@ -354,7 +176,6 @@ def test_refused(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
         assert all(text in errors[0] for text in texts) and "started" not in job.log, job.log
 
 
-@pytest.mark.runs("one")
 def test_from_another_folder(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """Submitted from a folder that has no plumbing/, the job ends with a line that names it, and the cause."""
     script = hand_over(stub(source, tmp_path / example)) / "run.slurm"
@@ -367,7 +188,6 @@ def test_from_another_folder(example: str, source: Path, lab: Lab, tmp_path: Pat
     assert line == "run.slurm: error: submit it from its own folder", job.log
 
 
-@pytest.mark.runs("one")
 def test_other_sites(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """SLURM_EXPORT_ENV=NONE, a conda environment without bin/activate, a folder with a space in its name: all work.
 

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from harness import edits, outputs, runs
+from harness import edits, outputs
 from harness.jobs import (
     CPUS,
     GPUS,
     NODES,
     Job,
-    assert_completed,
     assert_no_step_lost,
     hand_over,
     on_this_machine_only,
@@ -23,14 +22,10 @@ from harness.jobs import (
     two_processes,
 )
 from harness.launchers import LAUNCHERS, copy_example
-from harness.processes import wait_until
 from harness.runs import Reference
 from lab import Lab, Wanted, faults
 
 pytestmark = pytest.mark.slurm
-multinode = pytest.mark.only("torchrun_multinode", "accelerate")
-multinode_too = pytest.mark.only("torchrun_multinode", "accelerate", "srun_multinode")
-often = pytest.mark.runs("weekly", "accelerate", "srun_multinode")  # in which the same lines of run.slurm listen
 PARTITIONS = [
     "PreemptType=preempt/partition_prio",
     "PreemptMode=REQUEUE",
@@ -56,8 +51,7 @@ def assert_stopped_once(job: Job) -> None:
     assert_no_step_lost(job)
 
 
-@multinode_too
-@often
+@pytest.mark.only("accelerate")
 def test_ranks_by_node(shipped_job: Callable[[], Reference], two_process_job: Callable[[], Reference]) -> None:
     """The second line of a log says which processes are on which node."""
     assert "ranks: node1 0, 1; node2 2, 3" in shipped_job().stdout
@@ -83,8 +77,7 @@ def test_asked_to_stop(other_lab: Lab, example: str, source: Path, tmp_path: Pat
     outputs.assert_same_run(job.output, alone.output)
 
 
-@multinode_too
-@often
+@pytest.mark.only("accelerate")
 @pytest.mark.parametrize("other_lab", [{"conf": PARTITIONS}], indirect=True)
 def test_preempted(
     other_lab: Lab, example: str, source: Path, two_process_job: Callable[[], Reference], tmp_path: Path
@@ -109,33 +102,6 @@ def test_preempted(
     assert cancelled.shown["JobState"] == "CANCELLED" and "requeueing" not in cancelled.log
 
 
-@pytest.mark.runs("weekly")
-@multinode
-@often
-@pytest.mark.parametrize("other_lab", [{"conf": PARTITIONS}], indirect=True)
-def test_other_nodes(other_lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
-    """--nodes=1-2 takes both nodes, and after a preemption the one that is free: in fp64 the same to a rounding."""
-    words = ["--precision", "fp64", "--epochs", "3", "--global-batch", "96"]
-    folder = slowed(source, tmp_path / example, "2 * (os.environ.get('SLURM_RESTART_COUNT', '0') == '0')")
-    edits.edit(folder / "run.slurm", "#SBATCH --ntasks-per-node=1 ", "# ")
-    options = ("--partition=low", "--nodes=1-2", "--gpus-per-node=1", "--cpus-per-task=1")
-    job = submit(other_lab, example, folder, *words, options=options)
-    job.wait_for_epoch(1)
-    (tmp_path / "urgent").mkdir()
-    wait = "--wrap=until [ -e finish ]; do sleep 0.2; done"
-    command = ["sbatch", "--parsable", "--partition=high", "--nodelist=node2", "--exclusive", wait]
-    urgent = other_lab.run(command, cwd=hand_over(tmp_path / "urgent")).stdout.strip()
-    assert_stopped_once(job)
-    assert other_lab.job(urgent)["JobState"] == "RUNNING"
-    (tmp_path / "urgent" / "finish").touch()
-    assert other_lab.wait_for_job(urgent)["JobState"] == "COMPLETED"
-    assert "2 processes on 2 nodes" in job.log and "1 processes on 1 node, " in job.log
-    assert {row["world_size"] for row in outputs.read_metrics(job.output)} == {2, 1}
-    alone = runs.train(example, copy_example(source, tmp_path / "alone"), 1, *words)
-    models = [outputs.read_model(output) for output in (job.output, alone.folder / "output")]
-    assert outputs.largest_difference(*models) < 1e-9
-
-
 stops_at_a_step = pytest.mark.only(*[name for name, row in LAUNCHERS.items() if row.stops_at_a_step])
 FIRST_START = "(os.environ.get('SLURM_RESTART_COUNT', '0') == '0')"
 
@@ -155,39 +121,3 @@ def test_long_save(example: str, source: Path, lab: Lab, tmp_path: Path) -> None
     job.wait_for_line("stopped by a signal after")
     job.limit_time(3600)  # of the next start, too
     assert_stopped_once(job)
-
-
-def evaluating(source: Path, folder: Path, seconds: int) -> Path:
-    """Copy an example, whose second evaluation takes so long for a batch in its first start; it makes `evaluating`."""
-    copy_example(source, folder)
-    held = f"        if len(progress['history']) == 1 and {FIRST_START}:\n"
-    held += f"            (args.output_dir / 'evaluating').touch()\n            __import__('time').sleep({seconds})\n"
-    edits.edit(folder / "plumbing" / "stopping.py", "        yield batch\n", f"{held}        yield batch\n")
-    return folder
-
-
-@pytest.mark.runs("weekly")
-@stops_at_a_step
-def test_long_evaluation(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """A notice in an evaluation of 80 s and more is answered at the next batch: no step that was trained is lost."""
-    folder = evaluating(source, tmp_path / example, 40)
-    job = submit(lab, example, folder, options=(*two_processes(source), "--signal=B:USR1@180"))
-    wait_until(lambda: (job.output / "evaluating").exists() or job.ended, 300, "the second evaluation")
-    job.limit_time(180)
-    faults.timelimit(lab, job.id)
-    job.wait_for_line("stopped by a signal after")
-    job.limit_time(3600)  # of the next start, too
-    assert_stopped_once(job)
-    run = outputs.read_run(job.output)
-    assert run["starts"][1]["step"] == 2 * run["settings"]["steps_per_epoch"], run["starts"]
-    assert len(outputs.read_metrics(job.output)) == run["settings"]["epochs"]
-
-
-@pytest.mark.runs("weekly")
-@pytest.mark.only("torchrun_multinode")
-def test_late_node(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """Where the first node starts torchrun 70 s after the second, which waits for it, the job trains all the same."""
-    folder = copy_example(source, tmp_path / example)
-    line = "    choose_interface "
-    edits.edit(folder / "run.slurm", line, f"    sleep $((SLURM_NODEID == 0 ? 70 : 0))\n{line}")
-    assert_completed(submit(lab, example, folder, "--epochs", "1", options=two_processes(source)), 1, processes=2)
