@@ -85,7 +85,7 @@ class Run(reader.Run):
 
     @property
     def restarts(self) -> list[float]:
-        """After how many epochs the run was continued, in order; 2.5 is in the middle of the third. Empty: not known."""
+        """After how many epochs the run was continued, in order; 2.5 is in the middle of the third. [] if unknown."""
         steps, length = [start["step"] for start in self.facts.get("starts", [])], self.settings.get("steps_per_epoch")
         return [step / length for step in steps if step and length]
 

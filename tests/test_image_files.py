@@ -243,32 +243,6 @@ def assert_one_line(image_files: ModuleType, call: Callable[[], object], *texts:
     assert "\n" not in message and all(text in message for text in texts), message
 
 
-def twice(data: Path) -> Path:
-    path = make_tar("x.tar", "data")
-    put(data / "train/a/1.png", b"new")
-    subprocess.run(["tar", "-rf", path, data / "train/a/1.png"], check=True, timeout=300)
-    return path
-
-
-def several(data: Path) -> Path:
-    Path("tars").mkdir()
-    make_tar("tars/a.tar", *data.glob("*/a"))
-    make_tar("tars/b.tar", "-C", "data", "train/b", "val/b")
-    put(Path("tars/._a.tar"))
-    return Path("tars")
-
-
-def cut(size: int) -> Callable[[Path], Path]:
-    """Return what makes a tar that ends after so many bytes of its members, or before the end by so many."""
-
-    def make(data: Path) -> Path:
-        path = make_tar("x.tar", "--blocking-factor=1", "data")
-        path.write_bytes(path.read_bytes()[:size])
-        return path
-
-    return make
-
-
 def png(depth: int, colours: int, values: "np.ndarray") -> bytes:
     """Return a PNG of values (H, W, channels)."""
 

@@ -1,7 +1,6 @@
 """What lora promises with --shard: it computes the same, each process holds its part, and any number continues."""
 
 import shutil
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,8 +109,3 @@ def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def arguments(folder: Path, **changed: object) -> Namespace:
-    """Return arguments of train.py for one process with --shard."""
-    return test_lora.arguments(folder, **{"shard": True, "world_size": 1} | changed)

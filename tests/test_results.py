@@ -22,7 +22,6 @@ from harness.runs import Reference
 
 if TYPE_CHECKING:  # each process of the tests imports this file, and few run a test of it
     import numpy as np
-    from matplotlib.figure import Figure
     from nbformat import NotebookNode
 
 NOTEBOOK = ROOT / "runs" / "results.ipynb"
@@ -91,11 +90,6 @@ def texts(cells: "list[NotebookNode]") -> str:
     """Return all text that cells show as Markdown."""
     shown = [output.get("data", {}).get("text/markdown", "") for cell in cells for output in cell.outputs]
     return "\n".join(shown)
-
-
-def restarts(figure: "Figure") -> list[float]:
-    """Return the places of the restarts in the first axes of a figure."""
-    return [float(line.get_xdata()[0]) for line in figure.axes[0].lines if line.get_gid() == "restart"]
 
 
 def test_shipped_notebook() -> None:

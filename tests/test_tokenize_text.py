@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -225,25 +224,6 @@ def test_verify(example: str, folder: Path, small: Path, command: Callable[[str]
     assert "tokenizer.json has changed" in command("--verify tokens")[0]
     (small / "tokens.json").write_text("{}")
     assert "tokens.json cannot be read" in command("--verify tokens")[0]
-
-
-@pytest.fixture
-def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The example's train.py as a module; what would end its process raises RefusedError."""
-
-    def refuse(message: object) -> None:
-        raise refusals.RefusedError(str(message))
-
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(folder)
-    for name in [name for name in sys.modules if re.match(r"(plumbing|\w+_(files|model|text|data|parallel))\b", name)]:
-        monkeypatch.delitem(sys.modules, name)  # of another test's folder
-    module = outputs.import_file(folder / "train.py")
-    for part in (module, *map(sys.modules.get, ("model_files", "sharded_model", "text_data", "plumbing"))):
-        if hasattr(part, "fail"):
-            monkeypatch.setattr(part, "fail", refuse)
-    return module
 
 
 SHORT = {

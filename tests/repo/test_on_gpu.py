@@ -63,15 +63,12 @@ def test_fault_of_one_step(error: Exception, state: str, reason: str) -> None:
 
 
 def test_plan() -> None:
-    """Each step and each row has a name of its own; every public script stands beside one figure.
-
-    Who runs another example's lines has its figures.
-    """
+    """Each step and each row has a name of its own; every public script stands beside one figure."""
     plan = on_gpu.make_plan(bench(Path("/nowhere")))
     names = [step.name for step in plan]
     rows = [row for step in plan for row in step.rows]
     assert len(set(names)) == len(names) and len(set(rows)) == len(rows)
-    measured = {name for name in EXAMPLES if LAUNCHERS[name].gpus and not LAUNCHERS[name].twin}
+    measured = {name for name in EXAMPLES if LAUNCHERS[name].gpus}
     assert {figure.example for figure in gpu_figures.FIGURES} == measured
     assert set(gpu_checks.GOALS) <= {figure.name for figure in gpu_figures.FIGURES}
     beside = [name for name in names if name.startswith("script-")]
