@@ -36,7 +36,8 @@ every_example = nox.parametrize("example", IN_ORDER, ids=IN_ORDER)
 def install(session: nox.Session, folder: Path) -> None:
     """Install what an example needs, as its README says."""
     variables = {}
-    if session.name.startswith(("train", "smoke")) and LAUNCHERS[folder.name].pytorch:
+    row = LAUNCHERS.get(folder.name)  # none: `verify` of a user's folder
+    if session.name.startswith(("train", "smoke", "verify")) and row and row.pytorch:
         uv = nox.virtualenv.UV if session.venv_backend == "uv" else ""
         variables, why = sessions.build_of_torch(uv, folder / "requirements.txt")
         session.log(f"PyTorch: {why}")
@@ -137,6 +138,16 @@ def gpu(session: nox.Session, example: str) -> None:
     if not shutil.which("nvidia-smi"):
         session.skip("there is no nvidia-smi: it needs a machine with NVIDIA GPUs")
     run_tests(session, example, "gpu")
+
+
+@nox.session
+def verify(session: nox.Session) -> None:
+    """Check a copy of an example from outside: `nox -s verify -- examples/ddp_spawn`; see verify/README.md."""
+    folder = next((Path(word).resolve() for word in session.posargs if Path(word).is_dir()), None)
+    if not folder or not (folder / "requirements.txt").exists():
+        session.error("name a folder with train.py and requirements.txt: nox -s verify -- examples/ddp_spawn")
+    install(session, folder)
+    session.run("python", "-m", "verify", *session.posargs)
 
 
 @nox.session

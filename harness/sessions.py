@@ -159,6 +159,7 @@ def own_environment(session: "nox.Session", example: str) -> Path:
 
 
 def shell_scripts() -> list[str]:
-    """Return the paths of what bash runs; the examples' copies of plumbing/ are left out."""
-    patterns = ("plumbing/*.sh", "*/*.slurm", "examples/*/*.sh", "examples/*/more/*.sh", "examples/*/*.slurm")
-    return [".ci/run", *(str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern)))]
+    """Return the paths of what bash runs; the examples' copies are left out."""
+    patterns = ("*/*.sh", "*/*.slurm", "examples/*/*.sh", "examples/*/more/*.sh", "examples/*/*.slurm")
+    found = [path.relative_to(ROOT) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    return [".ci/run", *(str(path) for path in found if path.name != "job.sh" or path.parts[0] != "examples")]

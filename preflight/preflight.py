@@ -74,7 +74,7 @@ def fail(message: str) -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser("preflight.py", description="Check a SLURM cluster: sbatch run.slurm [options]")
     text = "per-node (default): torchrun_multinode, ddp_spawn, deepspeed; "
-    text += "per-process: srun_multinode, horovod_cpu, lightning"
+    text += "per-process: horovod_cpu, lightning, srun.slurm"
     parser.add_argument("--pattern", choices=["per-node", "per-process"], default="per-node", help=text)
     setattr(parser, "error", fail)  # noqa: B010 (one line, without the usage)
     return parser.parse_args()

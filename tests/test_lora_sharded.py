@@ -98,8 +98,6 @@ def test_killed_and_resumed(example: str, folder: Path, source: Path, session_fo
     runs.kill_and_resume(example, folder, reference, [runs.kill_all, runs.kill_one], "--shard", *words.split())
 
 
-SIZES = {"hidden_size=256": "hidden_size=1024", "intermediate_size=768": "intermediate_size=4096"}
-SIZES |= {"num_hidden_layers=4": "num_hidden_layers=12"}
 # In this process, which is the only one of its group
 
 

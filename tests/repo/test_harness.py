@@ -1,11 +1,13 @@
-"""The harness itself: it loses no output, waits for nothing without a limit, and notices a process that is left."""
+"""The harness itself: it notices a process that is left, and a copy that differs from its source."""
 
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from harness import runs
+from harness import copies, runs
+from harness.launchers import NEW_FORM, OLD_FORM, ROOT
 
 
 def python(text: str, folder: Path) -> runs.Run:
@@ -40,3 +42,28 @@ def test_kill_finds_every_process(tmp_path: Path) -> None:
     run.kill()
     assert run.pids() == []
     run.wait()
+
+
+def test_sync(tmp_path: Path) -> None:
+    """`nox -s sync` names a changed, a missing and an extra file of each form, and --fix corrects them."""
+    for name in ("common", "longrun", "plumbing", "examples", "harness"):
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("output", "data", ".venv"))
+    for name in ("noxfile.py", ".gitignore"):
+        shutil.copy(ROOT / name, tmp_path)
+    assert runs.nox(tmp_path, "-s", "sync").returncode == 0
+    old = tmp_path / "examples" / OLD_FORM[-1]
+    changed = [old / "plumbing" / "files.py", old / "common" / "data.py"]
+    for name in NEW_FORM:
+        changed += [tmp_path / "examples" / name / file for file in ("longrun.py", "job.sh", "common/models.py")]
+    for path in changed[:-1]:
+        path.write_text("changed\n")
+    changed[-1].unlink()
+    extra = old / "plumbing" / "extra.py"
+    extra.touch()
+    wrong = {str(path.relative_to(tmp_path)) for path in [*changed, extra]}
+    failed = runs.nox(tmp_path, "-s", "sync")
+    assert failed.returncode != 0 and "nox -s sync -- --fix" in failed.stderr
+    assert {*copies.differences(tmp_path)} == wrong and all(name in failed.stderr for name in wrong)
+    assert runs.nox(tmp_path, "-s", "sync", "--", "--fix").returncode == 0
+    assert copies.differences(tmp_path) == [] and not extra.exists()

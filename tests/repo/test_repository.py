@@ -130,40 +130,30 @@ def test_hosted_is_careful(hosted: dict[str, Any]) -> None:
     assert uses and all(re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", use) for use in uses), uses
 
 
-# Which other rooms the modules of a room may import. The folder of an example has its own common/.
-ARROWS: dict[str, set[str]] = {
-    "common": set(),
-    "plumbing": set(),
-    "examples": {"common", "plumbing"},
+# What people copy, or take to their cluster, and what it may import of the folders at the top.
+ALONE = {"common": {"common"}, "longrun": set(), "plumbing": {"common"}, "examples": {"common", "longrun", "plumbing"}}
+ALONE |= {
     "preflight": set(),
     "jupyter": set(),
-    "runs": {"common"},  # that of the run's example
+    "runs": {"common"},
     "sweep": set(),
-    "sites": set(),
-    "lab": set(),
-    "fake_gpus": set(),
-    "harness": {"common", "lab"},
-    "benchmarks": {"common", "harness", "lab", "plumbing"},
-    "studies": {"benchmarks", "common", "harness", "lab", "plumbing"},
-    "tests": {"benchmarks", "common", "fake_gpus", "harness", "lab", "plumbing", "sites", "studies"},
-    "noxfile.py": {"harness", "lab"},
+    "lab": {"lab"},
+    "verify": {"verify"},
 }
 
 
-@pytest.mark.parametrize("room", ARROWS)
-def test_rooms(room: str) -> None:
-    """Rooms import each other in one direction; each package at the top has a row."""
-    files = [ROOT / room] if room.endswith(".py") else [*ROOT.glob(f"{room}/*.py"), *ROOT.glob(f"{room}/*/*.py")]
-    assert files and set(ARROWS) >= {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    for file in files:
+@pytest.mark.parametrize("folder", ALONE)
+def test_stands_alone(folder: str) -> None:
+    """What people copy, or take to their cluster, imports nothing of the folders that are ours."""
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    for file in [*ROOT.glob(f"{folder}/*.py"), *ROOT.glob(f"{folder}/*/*.py")]:
         names: list[str] = []
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
                 names += [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 names.append(str(node.module))
-        imported = {name.partition(".")[0] for name in names} & ARROWS.keys()
-        assert imported <= {room, *ARROWS[room]}, file
+        assert {name.partition(".")[0] for name in names} & folders <= ALONE[folder], file
 
 
 COLLECT = """

@@ -41,8 +41,6 @@ while ((epoch < 3)); do
 done
 """
 # A process that gives itself a name.
-SLEEPS = "import ctypes, sys, time; name = bytes.fromhex(sys.argv[1]); ctypes.CDLL(None).prctl(15, name); "
-SLEEPS += "print(flush=True); time.sleep(600)"
 # What sweep.slurm puts before the command scontrol.
 FUNCTION = (ROOT / "sweep" / "sweep.slurm").read_text().split("\nscontrol()")[1].splitlines()[0]
 
