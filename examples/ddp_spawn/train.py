@@ -1,201 +1,198 @@
-"""Train a ConvNet with DistributedDataParallel (DDP), on processes which this script starts.
+"""Train a ConvNet with DistributedDataParallel (DDP), on processes that this script starts.
 
 Locally:   python train.py --processes 2
 On SLURM:  sbatch run.slurm --epochs 10
 
-It is minimal.py with what a long job needs: flags, and checkpoints that survive a kill.
-Comments that begin with a tag, such as "ddp:", mark what a single process would not
-need. The functions of plumbing keep the job alive.
+It is minimal.py plus flags, checkpoints, and a stop after any epoch.
+Comments that begin with "ddp:" mark what a single process would not need.
 """
 
+import argparse
 import os
 import time
 from datetime import timedelta
+from itertools import islice
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-import plumbing
+import longrun
 from common import data
 from common.models import ConvNet
 
-# With bf16 the weights stay in fp32; only what autocast computes is in bf16.
-WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
-
 
 def parse_args():
-    parser = plumbing.arguments(__doc__, WEIGHT_DTYPES)  # --epochs and what else all examples have
-    add = parser.add_argument
-    add("--processes", type=int, default=torch.cuda.device_count() or 2, help="one for each GPU")
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add, positive = parser.add_argument, longrun.positive
+    add("--processes", type=positive, default=torch.cuda.device_count() or 2, help="one per GPU")
     add("--dataset", choices=data.NAMES, default="digits")
     add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
-    add("--keep-epochs", type=int, metavar="N", help="keep N epochs' checkpoints, and the best")
+    add("--epochs", type=positive, default=5, help="total number, including those before a resume")
+    add("--batch-size", type=positive, default=64, help="samples per batch of each process")
+    add("--global-batch", type=positive, help="samples of a step; sets --batch-size")
+    add("--lr", type=float, default=1e-3, help="learning rate")
+    add("--warmup-steps", type=int, default=0, help="steps in which the learning rate rises")
+    add("--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="bf16: mixed")
+    add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
+    add("--timeout", type=positive, default=300, help="seconds that a step may take")
+    add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
+    add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
+    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
     args = parser.parse_args()
-    args.world_size = args.processes  # all are on this node
-    plumbing.check_args(parser, args)
-    plumbing.share_batch(args)  # --global-batch, if given, sets --batch-size
+    args.global_batch = args.global_batch or args.batch_size * args.processes
+    args.batch_size, rest = divmod(args.global_batch, args.processes)
+    if rest or not args.batch_size:
+        parser.error(f"--global-batch {args.global_batch} must be a multiple of {args.processes}")
     return args
 
 
-def setup(args, local_rank, port):
+def setup(args, rank, port):
     """Join the process group, and return this process's device."""
-    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) or len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // args.processes))  # more threads than cores are slower
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    gather, leave = dist.all_gather_object, dist.destroy_process_group
+    longrun.prepare(args, rank, args.processes, gather, leave)
+    if "OMP_NUM_THREADS" not in os.environ:  # share the cores that this job may use
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // args.processes))
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32: faster products in fp32, since the A100
-    plumbing.check_gpu(device)
-    # ddp: NCCL for the gradients on GPUs; Gloo for small things on the CPU
+        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
+    # ddp: NCCL for tensors on GPUs; Gloo for tensors on the CPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=args.timeout)
-    # ddp: here the processes exchange their addresses, and wait until all are connected
-    store = dist.TCPStore("127.0.0.1", port, timeout=timeout)
-    size = args.world_size
-    dist.init_process_group(backend, store=store, rank=local_rank, world_size=size, timeout=timeout)
+    # ddp: the processes find each other in a store, a small server in the process that started them
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=args.timeout))
+    timeout = timedelta(seconds=10 * args.timeout)
+    dist.init_process_group(backend, None, timeout, args.processes, rank, store)
+    longrun.alive(None)  # no limit for the first step, which may compile something
     return device
 
 
-def train_one_epoch(args, ddp_model, train_loader, optimizer, device, progress):
-    """Train to the end of an epoch; return the mean loss, the samples of all, and seconds."""
-    # ddp: random numbers (augmentation, dropout) differ in each process and epoch
-    torch.manual_seed(args.seed + progress["step"] * args.world_size + dist.get_rank())
+def predict(args, model, batch, device):
+    """Return the model's logits (B, 10) for a batch, and its labels (B,), on the device."""
+    images, labels = (part.to(device, non_blocking=True) for part in batch)
+    images = images.double() if args.precision == "fp64" else images
+    with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
+        logits = model(images)
+    return logits.to(images.dtype), labels
+
+
+def train_one_epoch(args, ddp_model, batches, stateful, device, progress):
+    """Train to the end of an epoch; return the mean loss over the samples of all processes."""
     ddp_model.train()
-    start = time.perf_counter()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
-    for images, labels in train_loader:
-        images = images.to(device, WEIGHT_DTYPES[args.precision], non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
-            logits = ddp_model(images)
-        loss = F.cross_entropy(logits.to(images.dtype), labels)
+    optimizer, scheduler = stateful["optimizer"], stateful["scheduler"]
+    for batch in batches:
+        # ddp: random numbers (dropout) differ in each process and step; a resume repeats them
+        longrun.seed(args.seed, progress["step"], 0, dist.get_rank())
+        logits, labels = predict(args, ddp_model, batch, device)
+        loss = F.cross_entropy(logits, labels)
         loss.backward()  # ddp: averages the gradients over all processes
-        plumbing.note_loss(train_loader, loss)  # if it is not finite, the next save ends the run
-        sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
+        sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
         sums[1] += len(labels)
-        # Sets the rate of all groups. A schedule of yours is a factor, the fourth argument.
-        plumbing.set_learning_rate(args, optimizer, progress["step"])
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
         progress["step"] += 1
-    dist.all_reduce(sums)  # ddp: sum over all processes, which all have to call this
-    loss_sum, samples = sums.tolist()
-    return loss_sum / samples, samples, time.perf_counter() - start
+        longrun.alive(args.timeout)  # ends this process if the next batch hangs
+    dist.all_reduce(sums)  # ddp: sum over all processes; each has to call this, or others hang
+    return (sums[0] / sums[1]).item()
 
 
 @torch.no_grad()
 def evaluate(args, model, test_loader, device):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
+    for buffer in model.buffers():  # ddp: BatchNorm's statistics are those of rank 0, as saved
+        dist.broadcast(buffer, src=0)
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
-    for images, labels in test_loader:
-        images = images.to(device, WEIGHT_DTYPES[args.precision], non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
-            logits = model(images)
-        sums[0] += F.cross_entropy(logits.to(images.dtype), labels, reduction="sum")
+    for batch in islice(test_loader, args.limit_steps):
+        logits, labels = predict(args, model, batch, device)
+        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
         sums[2] += len(labels)
-    dist.all_reduce(sums)  # ddp: sum over all processes, which all have to call this
-    loss_sum, correct, samples = sums.tolist()
-    return loss_sum / samples, correct / samples
+        longrun.alive(args.timeout)
+    dist.all_reduce(sums)  # ddp: sum over all processes; each has to call this, or others hang
+    return (sums[:2] / sums[2]).tolist()
 
 
-def save_checkpoint(args, model, optimizer, progress):
-    """Save what --resume continues from; all processes call this."""
-    plumbing.check_results(args, model, progress)  # stops the run if a loss is not finite
-    if dist.get_rank() == 0:  # ddp: all processes have the same weights; one writes them
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        plumbing.write_checkpoint(args, state | {"progress": progress})
+def save_checkpoint(args, stateful, progress):
+    """Save what --resume continues from, and stop if asked to; all processes call this."""
+    longrun.save_checkpoint(args, stateful, progress)
+    answer = torch.tensor(longrun.wish(args))
+    dist.broadcast(answer, src=0)  # ddp: rank 0 decides whether all stop
+    if answer == longrun.STOP and len(progress["history"]) < args.epochs:
+        longrun.end(args, progress, "stopped")  # job.sh requeues the job
 
 
-def resume(args, model, optimizer):
-    """Load model and optimizer from the checkpoint, if there is one; return how far the run is."""
-    progress = {"step": 0, "history": []}  # steps of the whole run; rows of metrics.csv
-    found = plumbing.read_checkpoint(args, model) if dist.get_rank() == 0 else None
-    # ddp: rank 0 decides; then each process reads the file, or ends if rank 0 has found an error
-    checkpoint = plumbing.share_checkpoint(args, found)
-    if checkpoint:
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        progress = checkpoint["progress"]
-    return progress
-
-
-@plumbing.print_errors
-def main(local_rank, args, port):
-    """Train as one process of all; `port` is that of the store which launch() has opened."""
-    plumbing.prepare_process(args)
-    device = setup(args, local_rank, port)
-    rank = dist.get_rank()
-
-    # Data (yours: see README.md). The sampler yields all indices of a batch and the data set
-    # returns the whole batch, so DataLoader must not collect samples: batch_size=None.
+def main(rank, args, port):
+    """Train as one of the processes; `port` is that of the store that launch() has opened."""
+    device, world_size = setup(args, rank, port), args.processes
+    # Data: replace these lines by your data sets; any torch.utils.data.Dataset will do.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
-        plumbing.fail(error)
-    # Pinned memory: no step waits for its copy to a GPU.
-    loading = {"batch_size": None, "pin_memory": device.type == "cuda"}
-    # ddp: shuffled parts of equal length: whoever had more steps would wait for the others forever
-    sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
-    # ddp: each test sample exactly once; a DistributedSampler would repeat some, or drop them
-    shard = range(rank, len(test_set), args.world_size)
-    batches = BatchSampler(shard, args.batch_size, drop_last=False)
-    test_loader = DataLoader(test_set, sampler=batches, **loading)
+        longrun.fail(error)
+    # ddp: shuffled parts of equal length: a process with more steps would wait for the others
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
+    steps = min(len(sampler) // args.batch_size, args.limit_steps or len(train_set))
+    if not steps:
+        longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
+    # collate_fn: our data sets return whole batches; data.collate works with others, too
+    extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
+    # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
+    test_part = Subset(test_set, range(rank, len(test_set), world_size))
+    test_loader = DataLoader(test_part, args.batch_size, **extra)
 
-    # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
-    torch.manual_seed(args.seed + rank)  # ddp: all get the weights of rank 0 below
-    model = ConvNet().to(device, WEIGHT_DTYPES[args.precision])
+    # Model: replace it by yours.
+    torch.manual_seed(args.seed)
+    model = ConvNet().to(device)
+    model = model.double() if args.precision == "fp64" else model
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=device.type == "cuda")
-    progress = resume(args, model, optimizer)
-    # ddp: gives all processes the weights of rank 0, and averages gradients in backward()
+    # The learning rate rises during the warm-up; put another scheduler of PyTorch here.
+    scheduler = LambdaLR(optimizer, lambda step: min(1, (step + 1) / (args.warmup_steps + 1)))
+    # What a checkpoint has: add all that your training changes, such as averaged weights.
+    stateful = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    progress = {"step": 0, "history": []}  # optimizer steps of the run, and rows of metrics.csv
+    what = f"{type(model).__name__} on {args.dataset}"
+    where = "nccl on cuda" if device.type == "cuda" else "gloo on cpu"
+    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)
+    # ddp: copies rank 0's weights to all processes, and averages gradients in backward()
     ddp_model = DistributedDataParallel(model)
-    # DDP chooses in its first backward pass in which order it sums gradients. One is done now, on
-    # zeros of the input's shape: a resumed run then sums in the same order, and has the same bits.
-    zeros = torch.zeros(1, 1, 28, 28, device=device, dtype=WEIGHT_DTYPES[args.precision])
-    plumbing.fix_summation_order(ddp_model, zeros)
 
-    # Train.
-    plumbing.print_header(args, f"{type(model).__name__} on {args.data_name}", device, progress)
     for epoch in range(len(progress["history"]), args.epochs):
-        sampler.set_epoch(epoch)  # ddp: shuffles anew; each process takes its part of one order
-        batches = BatchSampler(sampler, args.batch_size, drop_last=True)
-        train_loader = DataLoader(train_set, sampler=batches, **loading)
-        train_loss, samples, seconds = train_one_epoch(
-            args, ddp_model, train_loader, optimizer, device, progress
+        sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
+        longrun.seed(args.seed, epoch, rank)  # for the loader's workers, if it has some
+        train_loader = DataLoader(
+            train_set, args.batch_size, sampler=sampler, drop_last=True, **extra
         )
-        test_loss, accuracy = evaluate(args, model, test_loader, device)  # ddp_model could hang
+        batches, start = islice(train_loader, args.limit_steps), time.perf_counter()
+        train_loss = train_one_epoch(args, ddp_model, batches, stateful, device, progress)
+        seconds = time.perf_counter() - start
+        # Not ddp_model, whose forward pass may wait for the others: some have one test batch more.
+        test_loss, accuracy = evaluate(args, model, test_loader, device)
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
-        row |= {"test_accuracy": accuracy, "samples_per_second": samples / seconds}
-        row |= {"seconds": seconds, "world_size": args.world_size}
-        progress["history"].append(row)
-        save_checkpoint(args, model, optimizer, progress)
-        plumbing.print_epoch(args, progress)
-
-    # Finish.
-    path = args.output_dir / "model.pt"
-    if rank == 0:  # ddp: all processes have the same weights; one writes them
-        plumbing.write(path, lambda file: torch.save(model.cpu().state_dict(), file))
-    accuracy = progress["history"][-1]["test_accuracy"]
-    plumbing.finish(args, progress, f"finished: test acc {accuracy:.2%}, model in {path}")
+        speed = steps * args.global_batch / seconds
+        row |= {"test_accuracy": accuracy, "samples_per_second": speed, "seconds": seconds}
+        progress["history"].append(row | {"world_size": world_size})
+        save_checkpoint(args, stateful, progress)
+    longrun.write(args, "model.pt", lambda file: torch.save(model.cpu().state_dict(), file))
+    longrun.end(args, progress, "finished")
 
 
 def launch(args):
     """Start the processes, and wait for them."""
-    plumbing.end_on_ctrl_c()
-    # ddp: port 0 means any free port
+    # ddp: the store at any free port (0); do not wait, since the processes start in the next line
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
-        # ddp: each calls main(its number, args, port); if one fails, the others are ended
-        mp.spawn(main, (args, store.port), args.world_size)
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        plumbing.report_failure(error)
+        # ddp: each process calls main(its rank, args, port); if one fails, the others are ended
+        mp.spawn(main, args=(args, store.port), nprocs=args.processes)
+    except mp.ProcessExitedException as error:
+        raise SystemExit(2 if error.exit_code == 2 else f"train.py: error: {error}") from None
 
 
 if __name__ == "__main__":
