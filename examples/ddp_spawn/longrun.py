@@ -295,6 +295,6 @@ def end(args, progress, how):
         ).exists():  # job.sh looks for the file `stopped`, and requeues the job
             stop.rename(args.output_dir / how)
     gather(None)  # no process leaves before rank 0 is done
-    alive(None)
     leave()
-    sys.exit(0)
+    sys.stdout.flush()
+    os._exit(0)  # at once: Gloo can abort a process while Python shuts down (PyTorch 2.15)

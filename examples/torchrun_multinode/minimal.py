@@ -91,6 +91,7 @@ def main():
     if rank == 0:  # ddp: all processes have the same weights; one writes them
         torch.save(model.cpu().state_dict(), "model.pt")
     dist.destroy_process_group()
+    os._exit(0)  # at once: Gloo can abort a process while Python shuts down (PyTorch 2.15)
 
 
 if __name__ == "__main__":
