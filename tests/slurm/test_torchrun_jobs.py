@@ -51,13 +51,6 @@ def assert_stopped_once(job: Job) -> None:
     assert_no_step_lost(job)
 
 
-@pytest.mark.only("accelerate")
-def test_ranks_by_node(shipped_job: Callable[[], Reference], two_process_job: Callable[[], Reference]) -> None:
-    """The second line of a log says which processes are on which node."""
-    assert "ranks: node1 0, 1; node2 2, 3" in shipped_job().stdout
-    assert "ranks: node1 0; node2 1" in two_process_job().stdout
-
-
 LAYOUTS = [{"nodes": 1}, {"nodes": 2, "tracking": "linuxproc"}, {"nodes": 3}]
 
 
@@ -108,6 +101,7 @@ FIRST_START = "(os.environ.get('SLURM_RESTART_COUNT', '0') == '0')"
 
 @pytest.mark.runs("weekly")
 @stops_at_a_step
+@pytest.mark.only("plumbing")
 def test_long_save(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A save of 70 s, for which there is time before the limit, is waited for: no step is lost."""
     folder = slowed(source, tmp_path / example, f"2 * {FIRST_START}")
