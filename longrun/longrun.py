@@ -290,9 +290,7 @@ def end(args, progress, how):
     record(args, "stops", step=progress["step"], reason=message)
     if rank == 0:
         print(message)
-        if (
-            stop := args.output_dir / "stop"
-        ).exists():  # job.sh looks for the file `stopped`, and requeues the job
+        if (stop := args.output_dir / "stop").exists():  # job.sh looks for the file `stopped`, and requeues the job
             stop.rename(args.output_dir / how)
     gather(None)  # no process leaves before rank 0 is done
     leave()
