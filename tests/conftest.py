@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import os
 import re
 import shlex
@@ -21,6 +22,10 @@ from harness.reference import reference as make_reference  # noqa: E402
 from harness.runs import Reference  # noqa: E402
 from harness.sessions import in_ci  # noqa: E402
 from lab import Lab, Wanted, why_not  # noqa: E402
+
+# The tests compute with the models and data of plumbing/common, which most examples carry as common/.
+sys.path.insert(0, str(ROOT / "plumbing"))
+importlib.import_module("common")  # pytest puts the root before it
 
 # A shell lets what it starts with `&` ignore SIGINT, and so would everything that these tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
