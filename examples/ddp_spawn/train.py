@@ -75,10 +75,10 @@ def setup(args, rank, port):
 def predict(args, model, batch, device):
     """Return the model's logits (B, 10) for a batch, and its labels (B,), on the device."""
     images, labels = (part.to(device, non_blocking=True) for part in batch)
-    images = images.double() if args.precision == "fp64" else images
+    images = images.double() if args.precision == "fp64" and images.is_floating_point() else images
     with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
         logits = model(images)
-    return logits.to(images.dtype), labels
+    return logits.float() if args.precision == "bf16" else logits, labels
 
 
 def train_one_epoch(args, ddp_model, batches, stateful, device, progress):
