@@ -245,11 +245,14 @@ def test_checkpoint_of_another_model_or_data(example: str, finished: Path) -> No
 
 @pytest.mark.only("torchrun_multinode")
 def test_started_again(example: str, folder: Path, reference: Reference) -> None:
-    """SIGKILL to one process: torchrun starts all of them once more, as in run.slurm, and they end with the same bits."""
+    """SIGKILL to one process: torchrun starts all of them again, with run.slurm's variables, to the same bits."""
+    words = re.findall(r"^ *export ((?:\w+=\w+ ?)+) *(?:#.*)?$", (folder / "run.slurm").read_text(), re.MULTILINE)
+    variables = dict(word.split("=") for word in " ".join(words).split())
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in variables
     edits.hold_epochs(folder, LAUNCHERS[example])
     (folder / edits.HOLD).write_text("2")
     command = "torchrun --standalone --nproc-per-node=2 --max-restarts=1 train.py --resume"
-    run = runs.Run(command.split(), folder, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"})
+    run = runs.Run(command.split(), folder, variables)
     run.read_epoch(1)
     os.kill(max(run.workers()), signal.SIGKILL)
     run.read_until("continuing after epoch ")
