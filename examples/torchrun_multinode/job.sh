@@ -47,8 +47,7 @@ prepare() {
         unset "${!SLURM_GPUS@}" SLURM_TRES_PER_TASK
     export SLURM_EXPORT_ENV=ALL PYTHONUNBUFFERED=1
     unset PYTHONHOME PYTHONSAFEPATH OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY KMP_AFFINITY
-    # Open files: rank 0 has a connection to each other rank.
-    ulimit -Sn 65536 2>/dev/null || ulimit -Sn "$(ulimit -Hn)"
+    ulimit -Sn 65536 2>/dev/null || ulimit -Sn "$(ulimit -Hn)"  # rank 0 connects to each other
     [[ "$shown" != *HetJobId=* ]] || fail "a heterogeneous job is not supported: use one component"
     [[ "${SLURM_CPUS_PER_TASK:-}" ]] || fail "ask for cores with #SBATCH --cpus-per-task"
     python="$(realpath -ms "$VENV")/bin/python" leads="$(realpath -m "$VENV/bin/python")"
@@ -153,6 +152,7 @@ run() {
 stop_in_time() {
     trap "" USR1 TERM            # once is enough
     echo SLURM >"$stop_file"
+    scancel --signal=USR1 "$job" || true  # to the tasks: on NFS other nodes see the file late
     (
         left=1
         while [[ "$left" -gt 0 ]]; do  # the limit may change meanwhile: ask again
