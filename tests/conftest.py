@@ -54,6 +54,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix", action="store_true", help="run nothing: print which session runs what")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Have tests of an example with plumbing/ import the `common` that it carries."""
+    if config.getoption("example") and set(config.getoption("example")) <= set(OLD_FORM):
+        sys.path.insert(0, str(ROOT / "plumbing"))
+
+
 def part_of(path: Path) -> str:
     """Return the name of a file of tests without what its kind of tests adds: that of an example, if it is for one."""
     name = path.stem.removeprefix("test_")
