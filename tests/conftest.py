@@ -24,7 +24,6 @@ from harness.sessions import in_ci  # noqa: E402
 from lab import Lab, Wanted, why_not  # noqa: E402
 
 # The tests compute with the models and data of plumbing/common, which most examples carry as common/.
-sys.path.insert(0, str(ROOT / "plumbing"))
 importlib.import_module("common")  # pytest puts the root before it
 
 # A shell lets what it starts with `&` ignore SIGINT, and so would everything that these tests start.
