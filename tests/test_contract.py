@@ -164,15 +164,15 @@ def test_second_run_in_the_folder(example: str, folder: Path) -> None:
 
 
 def assert_last_line(run: runs.Run, status: int, *texts: str) -> None:
-    """Check that a run has ended with this status and one line of error, the last line on the terminal."""
+    """Check that a run has ended with this status and one line of error, whose text is the last on the terminal."""
     assert run.status == status, f"status {run.status}, not {status}:\n{run.stdout}\n{run.stderr}"
     errors = [line for line in run.stderr.splitlines() if line.startswith("train.py: error: ")]
     assert len(set(errors)) == 1, run.stderr
-    # multiprocessing.spawn of PyTorch notes which processes it ends.
-    others = [line for line in run.stderr.splitlines() if not re.match(r"W\d{4} .*/spawn\.py:\d+\] Terminating", line)]
-    assert others[-1] == errors[-1], run.stderr
+    # PyTorch notes which processes it ends, and torchrun draws lines around what a process has reported.
+    notes = re.compile(r"W\d{4} .*/spawn\.py:\d+\] Terminating|=*$")
+    assert [line for line in run.stderr.splitlines() if not notes.match(line)][-1].endswith(errors[-1]), run.stderr
     assert all(text in errors[-1] for text in texts), f"{texts} not in {errors[-1]}"
-    assert "Traceback" not in run.stderr and not run.left, run.stderr
+    assert not re.search(r'File ".*(train|longrun|data|models)\.py"', run.stderr) and not run.left, run.stderr
 
 
 @longrun
@@ -241,3 +241,21 @@ def test_checkpoint_of_another_model_or_data(example: str, finished: Path) -> No
     run = runs.start(example, finished, 2, "--resume").wait()
     assert_last_line(run, status, "output/checkpoint.pt", "1438 samples")
     assert content(finished / "output") == before
+
+
+@pytest.mark.only("torchrun_multinode")
+def test_started_again(example: str, folder: Path, reference: Reference) -> None:
+    """SIGKILL to one process: torchrun starts all of them again, with run.slurm's variables, to the same bits."""
+    words = re.findall(r"^ *export ((?:\w+=\w+ ?)+) *(?:#.*)?$", (folder / "run.slurm").read_text(), re.MULTILINE)
+    variables = dict(word.split("=") for word in " ".join(words).split())
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in variables
+    edits.hold_epochs(folder, LAUNCHERS[example])
+    (folder / edits.HOLD).write_text("2")
+    command = "torchrun --standalone --nproc-per-node=2 --max-restarts=1 train.py --resume"
+    run = runs.Run(command.split(), folder, variables)
+    run.read_epoch(1)
+    os.kill(max(run.workers()), signal.SIGKILL)
+    run.read_until("continuing after epoch ")
+    (folder / edits.HOLD).unlink()
+    assert run.wait().status == 0, run.stderr
+    outputs.assert_same_run(folder / "output", reference.output)
