@@ -239,6 +239,7 @@ def test_replicas(example: str, folder: Path, tensor_parallel: int) -> None:
     assert [row["test_loss"] for row in rows] == pytest.approx(test_losses, rel=1e-9)
 
 
+@pytest.mark.runs("weekly")
 def test_refused(example: str, folder: Path) -> None:
     """Each argument that does not fit the others, and each text that cannot be used, is refused with one line."""
     texts = {

@@ -70,6 +70,7 @@ def test_asked_to_stop(other_lab: Lab, example: str, source: Path, tmp_path: Pat
     outputs.assert_same_run(job.output, alone.output)
 
 
+@pytest.mark.runs("weekly")
 @pytest.mark.only("accelerate")
 @pytest.mark.parametrize("other_lab", [{"conf": PARTITIONS}], indirect=True)
 def test_preempted(
