@@ -35,6 +35,7 @@ if [[ ! "${BASH_SOURCE[0]}" -ef "${code:-}/job.sh" ]]; then
         return
     fi
 fi
+trap 'heard=yes; echo SLURM >"$stop_file"' USR1 TERM  # of a task; `prepare` has that of the job
 
 # Check the environment, which must have the Python modules $@, and copy the program.
 prepare() {
@@ -129,7 +130,6 @@ wait_for() {
 
 # In a task: run $@. SLURM's signals do not reach it: they make the file that stops train.py.
 until_asked_to_stop() {
-    trap 'heard=yes; echo SLURM >"$stop_file"' USR1 TERM
     (trap "" USR1 TERM; "$@") &
     wait_for "$!"
     exit "$status"
@@ -152,12 +152,12 @@ run() {
 stop_in_time() {
     trap "" USR1 TERM            # once is enough
     echo SLURM >"$stop_file"
-    scancel --signal=USR1 "$job" || true  # to the tasks: on NFS other nodes see the file late
     (
+        # To the tasks: on NFS other nodes see the file late. A preemption has told them already.
+        scancel --signal=USR1 "$job" 2>/dev/null || true
         left=1
-        while [[ "$left" -gt 0 ]]; do  # the limit may change meanwhile: ask again
+        while [[ "$left" -gt 0 ]]; do  # the limit may change, or be none, and SLURM may not answer
             ends="$(told EndTime job "$job")" || true
-            # There may be no limit, and SLURM may not answer for a moment.
             left="$([[ "$ends" == [0-9]* ]] && echo "$((ends - 20 - $(date +%s)))" || echo 10)"
             sleep "$((left > 0 ? left : 0))"
         done
