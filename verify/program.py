@@ -14,11 +14,11 @@ import time
 from functools import cached_property
 from pathlib import Path
 
-LAUNCHERS = {  # name: the flag by which its train.py is known, its command, rows that do not apply
+LAUNCHERS = {  # name: the flag by which its train.py is known, its command, rows without a meaning
     "spawn": ("--processes", "python train.py --processes {n}", ("accumulation",)),
     "torchrun": (None, "torchrun --standalone --nproc-per-node={n} train.py", ()),
     "srun": (
-        "",  # never chosen by itself
+        "",  # never found, always named
         "srun --mpi=none --overlap --kill-on-bad-exit=1 --ntasks={n} bash -c 'source job.sh;"
         " export MASTER_ADDR=$(scontrol show hostnames | head -n 1) RANK=$SLURM_PROCID"
         " MASTER_PORT=$((10000 + (SLURM_JOB_ID + SLURM_STEP_ID) % 20000)) LOCAL_RANK=$SLURM_LOCALID"
@@ -26,9 +26,10 @@ LAUNCHERS = {  # name: the flag by which its train.py is known, its command, row
         (),
     ),
 }
-# Columns of metrics.csv that differ between two equal runs.
-TIMES = ("second", "time", "hour", "minute", "speed", "memory", "world_size")
-EPOCHS, STEPS, BATCH = 2, 4, 24  # of each run; the batch is that of all processes
+BATCH = 24  # samples of a step, of all processes: 1, 2 or 3, with one batch or two
+LIMITS = {"--epochs": 2, "--limit-steps": 4}
+TIMES = ("second", "time", "hour", "minute", "speed", "memory", "world_size")  # in columns' names
+HOOK = Path(__file__).parent / "hook"
 
 
 class Refused(Exception):
@@ -39,105 +40,78 @@ class Program:
     """A train.py with its launcher and flags; it keeps its runs in FOLDER/verify-output."""
 
     def __init__(self, folder, launcher, flags, tell):
-        self.folder, self.flags, self.tell = Path(folder).resolve(), [*flags], tell
-        self.runs, self.took, self.left, self.noise = {}, 0, 0, None
+        """Ask train.py for its flags. Raises Refused."""
+        self.folder, self.flags, self.tell = Path(folder).resolve(), flags, tell
+        self.runs, self.took, self.left = {}, 0, 0
+        self.output = self.folder / "verify-output"
         if not (self.folder / "train.py").is_file():
             raise Refused(f"there is no {self.folder / 'train.py'}")
-        if taken := {"--output-dir", "--resume"} & {flag.partition("=")[0] for flag in flags}:
-            raise Refused(f"{taken.pop()} is given by verify")
-        self.output = self.folder / "verify-output"
-        if self.output.exists() and not (self.output / "made-by-verify").exists():
+        if self.output.exists() and not (self.output / "help").exists():
             raise Refused(f"{self.output} is not from verify: move it away")
         shutil.rmtree(self.output, ignore_errors=True)
-        self.output.mkdir()
-        (self.output / "made-by-verify").touch()
         self.launcher = LAUNCHERS.get(launcher, (0, launcher))[1] or "python train.py"
-        help_run = self.start("help", 1, ["--help"])
-        if help_run.status != 0:
-            raise Refused(f"train.py --help has failed: {help_run.error}")
-        self.help = {word.strip("[](){},") for word in help_run.text.split()}
-        self.help |= {word for words in self.help for word in words.split(",")}
+        run = self.start("help", 1, ["--help"])
+        if run.status != 0:
+            raise Refused(f"train.py --help has failed: {run.error}")
+        self.help = set(run.text.replace(",", " ").replace("{", " ").replace("}", " ").split())
+        self.help = {word.strip("[]()") for word in self.help}
         if not launcher:
-            known = (name for name, (flag, *_) in LAUNCHERS.items() if flag in (None, *self.help))
-            self.launcher = LAUNCHERS[next(known)][1]
-        self.gpus = max([note["gpus"] for note in help_run.of("exit")], default=0)
+            self.launcher = next(c for f, c, _ in LAUNCHERS.values() if f is None or f in self.help)
+        self.gpus = max([note["gpus"] for note in run.of("exit")], default=0)
         if self.gpus == 1 and not launcher:
             raise Refused("2 processes need 2 GPUs: hide this one by CUDA_VISIBLE_DEVICES= (empty)")
-        limits = {
-            "--epochs": EPOCHS,
-            "--limit-steps": STEPS,
-            "--timeout": max(60, int(5 * self.took)),
-        }
-        pairs = [(flag, value) for flag, value in limits.items() if flag in self.help]
-        self.base = [str(part) for pair in pairs for part in pair]
+        limits = LIMITS | {"--timeout": max(60, round(5 * run.seconds))}
+        self.base = [str(x) for pair in limits.items() if pair[0] in self.help for x in pair]
         self.exact = ["--precision", "fp64"] if {"--precision", "fp64"} <= self.help else []
-
-    def batch(self, size, processes, parts=1):
-        """Return the flags for a batch of all processes, or None if train.py has none."""
-        if "--global-batch" in self.help:
-            return ["--global-batch", str(size)]
-        each = str(size // processes // parts)
-        return ["--batch-size", each] if "--batch-size" in self.help else None
 
     def run(self, name, processes=2, more=(), size=BATCH, parts=1, **named):
         """Train, once for each name; see start."""
         if name not in self.runs:
-            flags = [*self.base, *(self.batch(size, processes, parts) or ()), *self.flags, *more]
+            batch = ["--global-batch", str(size)]
+            if "--global-batch" not in self.help:
+                batch = ["--batch-size", str(size // processes // parts)]
+            flags = [*self.base, *(batch if batch[0] in self.help else ()), *self.flags, *more]
             run = self.runs[name] = self.start(name, processes, flags, **named)
             self.left = max(0, self.left - 1)
-            rest = f"about {self.left} runs are left, {self.left * self.took / 60:.1f} minutes"
-            self.tell(f"run {name}: {run.seconds:.0f} s; {rest}")
+            left = f"{self.left} more take about {self.left * self.took / 60:.1f} minutes"
+            self.tell(f"run {name}: {run.seconds:.0f} s; {left}")
         return self.runs[name]
 
-    def start(self, name, processes, flags, actions="", into=None, wait=0):
-        """Run a command to its end; from an action of the hook on, at most for a limit."""
-        run = Run(self.output / name, into)
-        run.notes_folder.mkdir(parents=True)
-        if flags != ["--help"]:
-            flags = [*flags, "--output-dir", str(run.folder)]
+    def start(self, name, processes, flags, do="", into=None, wait=0):
+        """Run to the end; after an action of the hook at most `wait` seconds and the limit."""
+        run, limit = Run(self.output / name, into), wait + max(30, round(5 * self.took))
+        run.place.joinpath("notes").mkdir(parents=True)
+        flags = flags if flags == ["--help"] else [*flags, "--output-dir", str(run.folder)]
         words = [word.replace("{n}", str(processes)) for word in shlex.split(self.launcher)]
-        words += [] if any("train.py" in word for word in words) else ["python", "train.py"]
-        hook = Path(__file__).parent / "hook"
-        path = os.pathsep.join(filter(None, [str(hook), os.environ.get("PYTHONPATH")]))
-        limit = wait + max(30, int(5 * self.took))  # from an action to the end
-        variables = {"PYTHONPATH": path, "VERIFY_DIR": str(run.notes_folder), "VERIFY_DO": actions}
-        variables |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-        variables |= {"COLUMNS": "1000", "VERIFY_STOP": str(run.folder / "stop")}
-        if actions and actions != "plain":  # what outlives its launcher, on other nodes as well
+        words += ["python", "train.py"] * ("train.py" not in self.launcher)
+        paths = {"PYTHONPATH": HOOK, "PATH": Path(sys.executable).parent}
+        paths = {key: f"{path}:{os.environ.get(key, '')}".strip(":") for key, path in paths.items()}
+        variables = {"VERIFY_DIR": str(run.place / "notes"), "VERIFY_DO": do, "COLUMNS": "1000"}
+        variables |= paths | {"VERIFY_STOP": str(run.folder / "stop")}
+        if ":" in do:  # also ends what has lost its launcher on another node
             variables["VERIFY_LIMIT"] = str(10 * limit)
-        began, acted, done = (
-            time.monotonic(),
-            None,
-            run.notes_folder / f"done-{actions.split(':')[0]}",
-        )
-        with open(run.log, "w") as log:
+        began, acted = time.monotonic(), 0
+        with open(run.place / "log", "w") as log:
             process = subprocess.Popen(
-                [*words, *flags],
-                cwd=self.folder,
-                env=os.environ | variables,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+                [*words, *flags], cwd=self.folder, env=os.environ | variables,
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
             try:
-                while run.status is None and (not acted or time.monotonic() < acted + limit):
+                while run.status is None and not (acted and time.monotonic() > acted + limit):
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         run.status = process.wait(0.1)
-                    acted = acted or (done.exists() and time.monotonic())
+                    acted = acted or run.acted and time.monotonic()
             finally:
                 end(process)
-        run.acted, run.seconds = bool(acted), time.monotonic() - began
-        run.after = time.monotonic() - (acted or began)
-        if not actions or actions == "plain":
-            self.took = max(self.took, run.seconds)
+        run.seconds, run.after = time.monotonic() - began, time.monotonic() - acted
+        self.took = self.took if ":" in do else max(self.took, run.seconds)
         return run
 
 
 def end(process):
     """End a launcher, and what it has started on this machine."""
     if process.poll() is None:
-        process.terminate()  # torchrun ends its processes
+        process.terminate()  # torchrun and srun end their processes
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(40)
     with contextlib.suppress(ProcessLookupError):
@@ -146,22 +120,25 @@ def end(process):
 
 
 class Run:
-    """What a run has left: its status (None: ended by the limit), log, notes, metrics, weights."""
+    """What a run has left: status (None: the limit ended it), log, notes, metrics, weights."""
 
     def __init__(self, place, into=None):
-        self.folder = into or place / "output"
-        self.log, self.notes_folder, self.status = place / "log", place / "notes", None
+        self.place, self.folder, self.status = place, into or place / "output", None
+
+    @property
+    def acted(self):
+        return (self.place / "notes/done").exists()
 
     @property
     def text(self):
-        return self.log.read_text(errors="replace")
+        return (self.place / "log").read_text(errors="replace")
 
     @property
     def error(self):
         """The line of the log that says most, and the log's path."""
         lines = [line.strip() for line in self.text.splitlines() if line.strip()] or ["no output"]
         said = [line for line in lines if "rror: " in line and "torch.distributed" not in line]
-        return f"{(said or lines)[-1][:300]} (log: {self.log})"
+        return f"{(said or lines)[-1][:300]} (log: {self.place / 'log'})"
 
     @property
     def good(self):
@@ -169,18 +146,12 @@ class Run:
 
     @cached_property
     def notes(self):
-        """The notes of all processes that have a rank."""
-        lines = [
-            line
-            for path in sorted(self.notes_folder.glob("*.jsonl"))
-            for line in path.read_text().splitlines()
-        ]
-        return list(map(json.loads, lines))
+        files = sorted(self.place.glob("notes/*.jsonl"))
+        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
-    def of(self, event, **facts):
-        """Return the notes of an event; facts: values that they have."""
-        found = [note for note in self.notes if note["event"] == event]
-        return [note for note in found if all(note.get(key) == facts[key] for key in facts)]
+    def of(self, event):
+        """Return the notes of an event."""
+        return [note for note in self.notes if note["event"] == event]
 
     @property
     def steps(self):
@@ -189,11 +160,9 @@ class Run:
 
     @cached_property
     def metrics(self):
-        """The rows of metrics.csv, with numbers where these are numbers."""
+        """The rows of metrics.csv."""
         with open(self.folder / "metrics.csv", newline="") as file:
-            return [
-                {name: number(text) for name, text in row.items()} for row in csv.DictReader(file)
-            ]
+            return list(csv.DictReader(file))
 
     @property
     def weights(self):
@@ -204,51 +173,34 @@ class Run:
         return tensors(torch.load(path, "cpu", weights_only=True)) if path.exists() else {}
 
 
-def number(text):
-    try:
-        return float(text)
-    except (TypeError, ValueError):
-        return text
-
-
 def tensors(value, name=""):
-    """Return the tensors in nested dicts and lists, as one dict."""
-    if hasattr(value, "numel"):
-        return {name: value}
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, (list, tuple))
-        else ()
-    )
-    return {
-        key: tensor
-        for part, inner in items
-        for key, tensor in tensors(inner, f"{name}.{part}").items()
-    }
+    """Return the tensors in nested dicts as one dict."""
+    if isinstance(value, dict):
+        parts = [tensors(inner, f"{name}.{key}") for key, inner in value.items()]
+        return {key: tensor for part in parts for key, tensor in part.items()}
+    return {name[1:]: value} if hasattr(value, "numel") else {}
 
 
 def columns_apart(one, other):
     """Return for each column that differs in two metrics.csv: how much, relatively, and where."""
     if len(one.metrics) != len(other.metrics):
-        return {"epochs": (math.inf, f"{len(other.metrics)} epochs instead of {len(one.metrics)}")}
+        return {"train_loss": (math.inf, f"metrics.csv has {len(other.metrics)} epochs")}
     found = {}
-    for epoch, (row, second) in enumerate(zip(one.metrics, other.metrics, strict=True), 1):
+    for row, second in zip(one.metrics, other.metrics, strict=True):
         for name in row.keys() | second.keys():
-            pair = row.get(name), second.get(name)
-            if pair[0] == pair[1] or pair[0] != pair[0] and pair[1] != pair[1]:  # both are nan
+            texts, apart = (row.get(name), second.get(name)), math.inf
+            if texts[0] == texts[1] or any(word in name for word in TIMES):
                 continue
-            apart = math.inf
-            if all(isinstance(value, float) and math.isfinite(value) for value in pair):
-                apart = abs(pair[0] - pair[1]) / max(map(abs, pair))
-            if apart > found.get(name, (0, ""))[0]:
-                found[name] = apart, f"{name} of epoch {epoch} is {pair[1]} instead of {pair[0]}"
-    return {name: found[name] for name in found if not any(word in name for word in TIMES)}
+            with contextlib.suppress(TypeError, ValueError):  # not numbers
+                first, last = map(float, texts)
+                apart = abs(first - last) / max(abs(first), abs(last))
+            if name not in found or apart > found[name][0]:
+                found[name] = apart, f"{name} {texts[1]} instead of {texts[0]}"
+    return found
 
 
 def weights_apart(one, other, counters=True):
-    """Return the largest difference in two model.pt, relative to its tensor, and its name.
+    """Return the largest difference in two model.pt, relative to its tensor, and where it is.
 
     counters: whole numbers, such as BatchNorm's number of batches, have to be equal, too.
     """
@@ -257,16 +209,14 @@ def weights_apart(one, other, counters=True):
     one, other = one.weights, other.weights
     if {n: w.shape for n, w in one.items()} != {n: w.shape for n, w in other.items()}:
         return math.inf, "model.pt has other tensors"
-    reals = {name for name, w in one.items() if w.is_floating_point() or w.is_complex()}
-    sizes = {name: one[name].abs().max().item() for name in reals if one[name].numel()}
-    usual = sorted(sizes.values())[len(sizes) // 2] if sizes else 0  # that of a bias may be 1e-11
-    largest, where = 0, ""
-    for name in one:
-        if torch.equal(one[name], other[name]) or not (counters or name in reals):
-            continue
-        apart = math.inf
-        if name in reals:
-            apart = (one[name] - other[name]).abs().max().item() / max(sizes[name], usual)
-        if not apart <= largest:
-            largest, where = apart, f"{name.strip('.')} of model.pt differs by {apart:.1e}"
-    return largest, where
+    real = {name: w for name, w in one.items() if w.is_floating_point() or w.is_complex()}
+    sizes = {name: weight.abs().max().item() for name, weight in real.items() if weight.numel()}
+    usual = sorted(sizes.values())[len(sizes) // 2] if sizes else 0  # that of a bias can be 1e-11
+    found = [(0, "")]
+    for name, weight in one.items():
+        if name in sizes and not torch.equal(weight, other[name]):
+            apart = (weight - other[name]).abs().max().item() / max(sizes[name], usual)
+            found.append((apart, f"{name} in model.pt differs by {apart:.0e}"))
+        elif counters and not torch.equal(weight, other[name]):
+            found.append((math.inf, f"{name} in model.pt differs"))
+    return max(found)
