@@ -9,10 +9,10 @@ from verify import LAUNCHERS, ROWS, Refused, check
 
 def matrix():
     """Return a table in Markdown: which rows there are for which launcher."""
-    lines = [["row", *LAUNCHERS], ["---"] * (1 + len(LAUNCHERS))]
-    for name, (function, _) in ROWS.items():
+    lines = [["row", "", *LAUNCHERS], ["---"] * (2 + len(LAUNCHERS))]
+    for name, (what, *_) in ROWS.items():
         cells = ["no" if name in without else "yes" for *_, without in LAUNCHERS.values()]
-        lines.append([f"`{name}`: {function.__doc__}", *cells])
+        lines.append([f"`{name}`", what, *cells])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -40,8 +40,8 @@ def main():
         for name, verdict, text in check(
             args.folder, args.rows, args.launcher, words[end + 1 : -1], tell
         ):
-            title, indent = ROWS[name][0].__doc__, "\n" + " " * 13
-            print(f"{verdict:12} {title}: {text.replace(chr(10), indent)}", flush=True)
+            text = text.replace("\n", "\n" + " " * 13)
+            print(f"{verdict:12} {name} ({ROWS[name][0]}): {text}", flush=True)
             verdicts.append(verdict)
     except Refused as error:
         print(f"verify: error: {error}", file=sys.stderr)
