@@ -3,35 +3,28 @@
 A file lets each of them wait where an epoch begins, so that nothing depends on how long an epoch takes.
 """
 
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from harness import outputs
 from harness.jobs import (
-    CPUS,
     EPOCHS,
-    GPUS,
-    NODES,
     Job,
-    assert_completed,
     assert_failed,
-    hand_over,
     held,
     hold,
     kill_worker,
-    on_this_machine_only,
     submit,
     two_processes,
 )
-from harness.launchers import LAUNCHERS, ROOT, copy_example
-from harness.processes import ASK_SLURM, seldom, wait_until
+from harness.launchers import LAUNCHERS, ROOT
+from harness.processes import seldom, wait_until
 from harness.runs import Reference
-from lab import Lab, Wanted, faults
+from lab import Lab, faults
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("longrun")]
 EDITED = "echo 'the edited program'\nexit 3\n"
@@ -119,4 +112,6 @@ def test_stopped_and_killed(
     each = run["stops"][-1]["step"] // EPOCHS  # steps of an epoch
     stops = [each + 1, 2 * each + 1, 3 * each + 1] if at_a_step else [2 * each, 3 * each, 4 * each]
     assert [stop["step"] for stop in run["stops"]] == [*stops, EPOCHS * each], run["stops"]
-    assert [start["step"] for start in run["starts"]] == [0, *stops, 4 * each], run["starts"]  # the last: after the kill
+    assert [start["step"] for start in run["starts"]] == [0, *stops, 4 * each], run[
+        "starts"
+    ]  # the last: after the kill
