@@ -37,7 +37,9 @@ def main():
         print(f"      ({time.monotonic() - began:.0f} s) {line}", file=sys.stderr, flush=True)
 
     try:
-        for name, verdict, text in check(args.folder, args.rows, args.launcher, words[end + 1 : -1], tell):
+        for name, verdict, text in check(
+            args.folder, args.rows, args.launcher, words[end + 1 : -1], tell
+        ):
             text = text.replace("\n", "\n" + " " * 13)
             print(f"{verdict:12} {name} ({ROWS[name][0]}): {text}", flush=True)
             verdicts.append(verdict)

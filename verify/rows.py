@@ -238,7 +238,9 @@ rank 0's buffers are broadcast before an evaluation""",
             if wrong := [each for each in zip(*ranks, strict=True) if len(set(each)) > 1]:
                 raise Fail(f"{len(wrong)} of {len(ranks[0])} tensors differ after step {step}")
         for step, ranks in norms.items():
-            if any(one != other for one, *rest in zip(*ranks.values(), strict=False) for other in rest):
+            if any(
+                one != other for one, *rest in zip(*ranks.values(), strict=False) for other in rest
+            ):
                 raise Fail(f"ranks evaluate with other BatchNorm statistics after step {step}")
         return f"all ranks have the same bits after {self.first.steps} steps"
 

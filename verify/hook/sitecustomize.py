@@ -264,7 +264,11 @@ class Hook:
             values = [value for group in optimizer.param_groups for value in group["params"]]
             facts = {"optimizer": mine[:2], "cuda": any(value.is_cuda for value in values)}
             if not any(hasattr(value, "to_local") for value in values):  # not sharded
-                squares = (v.grad.abs().double().square().sum().item() for v in values if v.grad is not None)
+                squares = (
+                    v.grad.abs().double().square().sum().item()
+                    for v in values
+                    if v.grad is not None
+                )
                 facts |= {"sums": list(map(self.checksum, values)), "norm": sum(squares) ** 0.5}
             self.note("weights", **facts)
         done = f"{self.folder}/done"  # a launcher can start the processes again
@@ -306,7 +310,11 @@ def joined(parts):
         return torch.cat(parts)
     if isinstance(parts[0], dict):
         return {key: joined([part[key] for part in parts]) for key in parts[0]}
-    return sum(parts, []) if isinstance(parts[0], list) else tuple(map(joined, zip(*parts, strict=True)))
+    return (
+        sum(parts, [])
+        if isinstance(parts[0], list)
+        else tuple(map(joined, zip(*parts, strict=True)))
+    )
 
 
 hook = Hook()
