@@ -25,7 +25,7 @@ from harness.processes import find_processes
 
 # What a run prints that has no memory left: PyTorch on a GPU or on the CPU, Python, and what the kernel's kill leaves.
 FULL = r"OutOfMemoryError|out of memory|can't allocate memory|MemoryError|bad_alloc|SIGKILL"
-DATA = r"error: --batch-size .* is above the \d+ samples"  # fewer than one batch for each process
+DATA = r"error: (--batch-size .* is above )?the \d+ samples"  # fewer than one batch for each process
 MEMORY, SAMPLES = "memory is full", "too few samples"
 LOOK = 0.1  # seconds between two looks at the memory
 

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from harness import edits, outputs
-from harness.launchers import EPOCH, LAUNCHERS, copy_example
+from harness.launchers import EPOCH, LAUNCHERS, OLD_FORM, copy_example
 from harness.processes import ASK_SLURM, find_processes, seldom, wait_until, with_framework, workers
 from lab import Lab, Wanted, faults
 from lab.config import find_account
@@ -170,6 +170,33 @@ def slowed(source: Path, folder: Path, sleep: str) -> Path:
     return folder
 
 
+# Begin no epoch with the number (from 0) in the file `hold`, unless the run is asked to stop.
+HOLD = """
+import time
+from pathlib import Path
+
+def wait(output, epoch):
+    while Path("hold").read_text() == str(epoch) and not (output / "stop").exists():
+        time.sleep(0.05)
+"""
+
+
+def held(source: Path, folder: Path, epoch: int) -> Path:
+    """Copy an example with longrun.py that waits where this epoch begins (from 0), see hold()."""
+    copy_example(source, folder)
+    (folder / "held.py").write_text(HOLD)
+    statement = "__import__('held').wait(args.output_dir, epoch)"
+    edits.start_epochs_with(folder, LAUNCHERS[source.name], statement)
+    hold(folder, epoch)
+    return folder
+
+
+def hold(folder: Path, epoch: int | None) -> None:
+    """Have the job of a folder that held() has made wait where another epoch begins, or nowhere any more."""
+    (folder / "new-hold").write_text(str(epoch))
+    (folder / "new-hold").rename(folder / "hold")  # in one piece: it is read all the time
+
+
 def all_nodes(folder: Path) -> str:
     """Return the option that gives a job the first nodes of the lab, as many as its header asks for."""
     return f"--nodelist=node[1-{header(folder, 'nodes')}]"
@@ -192,7 +219,7 @@ def assert_completed(job: Job, epochs: int, processes: int | None = None) -> Non
     rows = outputs.read_metrics(job.output)
     assert [row["epoch"] for row in rows] == list(range(1, epochs + 1))
     assert {row["world_size"] for row in rows} == {processes or LAUNCHERS[job.name].processes_in_job}
-    assert f"finished: {LAUNCHERS[job.name].words}" in job.log
+    assert "\nfinished: " in job.log
     assert outputs.read_model(job.output)
 
 
@@ -207,8 +234,10 @@ def starters(job: Job) -> list[int]:
     return sorted(parents.keys() & set(parents.values()))
 
 
-def assert_failed(job: Job, since: float, seconds: float = 60) -> None:
+def assert_failed(job: Job, since: float, seconds: float = 60, output: str = "") -> None:
     """Check that a job fails in time after what happened to it, says what to do, and leaves no process.
+
+    `output` is the name of the folder that it writes in output/, where that is another job's.
 
     What happened came after the moment `since`, as time.time() tells it. SLURM has noted when the job ended, and when
     it began: what it waited in the queue, and how long this test took to notice its end, does not count.
@@ -219,7 +248,10 @@ def assert_failed(job: Job, since: float, seconds: float = 60) -> None:
     took = ended - max(since, began)
     assert took <= seconds, f"job {job.id} failed after {took:.0f} s, not within {seconds} s:\n{job.log}"
     last = job.log.splitlines()[-1]
-    assert last.startswith("run.slurm: error:") and f"OUTPUT_DIR=output/{job.id} sbatch run.slurm" in last, job.log
+    advice = f"sbatch run.slurm --output-dir output/{output or job.id}"
+    if job.name in OLD_FORM:
+        advice = f"OUTPUT_DIR=output/{job.id} sbatch run.slurm"
+    assert last.startswith("run.slurm: error:") and advice in last, job.log
 
 
 def assert_refused(job: Job, *texts: str) -> None:
@@ -256,10 +288,10 @@ def stop_twice(lab: Lab, source: Path, folder: Path, options: tuple[str, ...], *
     return job
 
 
-# It saves a checkpoint under each example's name again and again, until there is a file `finish` in its output folder.
-# It writes no model.
+# It saves a checkpoint under each example's name again and again, until there is a file `finish` in its output folder,
+# or it is asked to stop. It writes no model.
 STUB = r"""
-import os, sys, time
+import contextlib, os, sys, time
 from pathlib import Path
 
 output = Path(sys.argv[sys.argv.index("--output-dir") + 1])
@@ -269,7 +301,11 @@ while not (output / "finish").exists():
     for name in ("checkpoint.pt", "checkpoint.npz", "checkpoint/run.json"):
         (output / name).touch()
     time.sleep(0.1)
-    if os.path.exists(os.environ.get("STOP_FILE", "")):  # where train.py can stop at any step
+    asked = os.environ.get("STOP_FILE")  # with plumbing/, where train.py can stop at any step
+    if asked is None and (output / "stop").exists():  # with job.sh of longrun/
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            (output / "stop").rename(output / "stopped")
+    if os.path.exists(asked or output / "stopped"):
         (output / "stopped").touch()
         break
 """

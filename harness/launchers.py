@@ -109,6 +109,7 @@ LAUNCHERS = {
         "python train.py --processes {n}",
         status_after_bad_input=2,
         processes_in_job=2,
+        epoch_start="        sampler.set_epoch(epoch)",
     ),
     "deepspeed": Launcher(
         "torchrun --standalone --nproc-per-node={n} train.py",
@@ -196,7 +197,7 @@ LAUNCHERS = {
         "torchrun --standalone --nproc-per-node={n} train.py",
         status_after_bad_input=1,
         processes_in_job=4,
-        epoch_start='    start = time.perf_counter() - progress["seconds"]\n',
+        epoch_start="        sampler.set_epoch(epoch)",
         job_recovers=True,
         stops_at_a_step=True,
         kill_message=TORCHRUN_KILLED,

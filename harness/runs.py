@@ -148,8 +148,9 @@ class Run:
         with self.errors:
             self.errors.seek(0)
             self.stdout, self.stderr = PREFIX.sub("", self.stdout), PREFIX.sub("", self.errors.read())
-        # PyTorch has one folder for each user in there, for what it compiles, and uses it again.
-        self.left += [path.name for path in self.temporary.glob("*") if not path.match("torchinductor_*")]
+        # PyTorch has a folder for each user in there, for what it compiles, and torchrun leaves one of reports.
+        own = ("torchinductor_", "torchelastic_")
+        self.left += [path.name for path in self.temporary.glob("*") if not path.name.startswith(own)]
         shutil.rmtree(self.temporary, ignore_errors=True)
 
     @property

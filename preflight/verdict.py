@@ -26,7 +26,7 @@ STAFF = "ask the cluster's staff"
 NETWORKS = [("1 GbE", 118), ("10 GbE", 1177), ("25 GbE", 2942), ("100 GbE", 11_768), ("InfiniBand HDR", 25_000)]
 NETWORKS += [("InfiniBand NDR", 50_000), ("NVLink of an A100", 300_000), ("NVLink of an H100", 450_000)]
 
-# The table "Which PyTorch" of the repository's docs/environments.md: each wheel is (torch, torchvision,
+# The table "Which PyTorch" of the repository's docs/install.md: each wheel is (torch, torchvision,
 # UV_TORCH_BACKEND). `pins` are those of every requirements.txt; of NVIDIA's the first row that fits counts.
 RELEASES = json.loads(Path(__file__).with_name("releases.json").read_text())
 PINS, CPU, AMD = (tuple(RELEASES[name]) for name in ("pins", "cpu", "amd"))
@@ -281,7 +281,7 @@ def install(wheel: tuple | None, file: str = "") -> str:
     if backend:
         command = f"UV_TORCH_BACKEND={backend} {command}"
     if file:
-        command = f"pin these in {file}, then {command} (docs/environments.md)"
+        command = f"pin these in {file}, then {command} (docs/install.md)"
     return f"the site's own image or module first; else {command}" if wheel == AMD else command
 
 
@@ -299,7 +299,7 @@ def describe(found: dict) -> str:
 
 
 def judge_wheel(reports: list[dict], job: Any) -> Row:
-    """For information: which row of the table in docs/environments.md fits the nodes."""
+    """For information: which row of the table in docs/install.md fits the nodes."""
     known, texts = [], {}
     for r in reports:
         found = r["wheel"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness import edits, outputs, refusals, runs
-from harness.launchers import LAUNCHERS, PRINTED
+from harness.launchers import LAUNCHERS, NEW_FORM, PRINTED
 from harness.processes import wait_until
 from harness.runs import Reference
 
@@ -47,7 +47,7 @@ def test_default_run(example: str, reference: Reference) -> None:
     shown = [round(row[launcher.metric] * factor, digits) for row in rows]
     expected = [(row["epoch"], round(row["train_loss"], 4), value) for row, value in zip(rows, shown, strict=True)]
     assert values == expected
-    assert sum(f"finished: {words}" in line for line in lines) == 1
+    assert sum(line.startswith("finished: ") for line in lines) == 1
     outputs.assert_recorded(reference.output)
 
 
@@ -126,7 +126,8 @@ def test_finished_and_resumed(example: str, finished: Path, reference: Reference
 def test_another_number_of_processes(example: str, folder: Path, tmp_path: Path) -> None:
     """Killed with 2 processes, continued with 1, then with 3: at one global batch the training is that of 1 process."""
     output = folder / "output"
-    edits.leave_digits(folder, 479)  # fp64 takes long
+    edits.leave_digits(folder, 200)  # fp64 takes long
+    edits.leave_digits(folder, 61, "test")
     words = ["--precision", "fp64", "--epochs", 3, "--global-batch", 96]
     runs.train(example, folder, 1, *words)
     alone = output.rename(tmp_path / "alone")
@@ -163,12 +164,15 @@ def test_second_run_in_the_folder(example: str, folder: Path) -> None:
 
 
 def assert_last_line(run: runs.Run, status: int, *texts: str) -> None:
-    """Check that a run has ended with this status and one line of error, the last line on the terminal."""
+    """Check that a run has ended with this status and one line of error, whose text is the last on the terminal."""
     assert run.status == status, f"status {run.status}, not {status}:\n{run.stdout}\n{run.stderr}"
     errors = [line for line in run.stderr.splitlines() if line.startswith("train.py: error: ")]
-    assert len(set(errors)) == 1 and run.stderr.rstrip().endswith(errors[-1]), run.stderr
+    assert len(set(errors)) == 1, run.stderr
+    # PyTorch notes which processes it ends, and torchrun draws lines around what a process has reported.
+    notes = re.compile(r"W\d{4} .*/spawn\.py:\d+\] Terminating|=*$")
+    assert [line for line in run.stderr.splitlines() if not notes.match(line)][-1].endswith(errors[-1]), run.stderr
     assert all(text in errors[-1] for text in texts), f"{texts} not in {errors[-1]}"
-    assert "Traceback" not in run.stderr and not run.left, run.stderr
+    assert not re.search(r'File ".*(train|longrun|data|models)\.py"', run.stderr) and not run.left, run.stderr
 
 
 @longrun
@@ -185,20 +189,35 @@ def test_disk_full(example: str, folder: Path) -> None:
     assert (folder / "output" / "checkpoint.pt").read_bytes() == before
 
 
+@longrun
+def test_loss_that_is_not_finite(example: str, folder: Path) -> None:
+    """A run whose weights are no longer numbers ends with one line, and saves nothing after that."""
+    runs.train(example, folder, 2, "--epochs", 1, "--limit-steps", 2)
+    before = content(folder / "output")
+    run = runs.start(example, folder, 2, "--epochs", 2, "--limit-steps", 2, "--resume", "--lr", "1e30").wait()
+    assert_last_line(run, LAUNCHERS[example].status_after_bad_input, "not finite", "nothing is saved")
+    after = content(folder / "output")
+    assert [after[name] == before[name] for name in ("checkpoint.pt", "metrics.csv", "model.pt")] == [True] * 3
+
+
+# How one process trains that no launcher has started.
+SPAWNED = "store = train.dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
+ALONE = {name: "train.main(train.parse_args())" for name in NEW_FORM}
+ALONE |= {"ddp_spawn": f"{SPAWNED}train.main(0, train.parse_args(), store.port)"}
+WORDS = {"ddp_spawn": "--processes 1"}
 # What is refused before training: the words, and what the line says. The folder has a finished run, in output.
 BAD_INPUT = {
     "--precision fp8": ["--precision", "'fp8'", "bf16"],
     "--epochs -1": ["--epochs", "-1"],
     "--batch-size 0": ["--batch-size", "0"],
     "--no-such-flag": ["--no-such-flag"],
-    "--dataset mnist": ["mnist", "data/MNIST/raw", "python -m common.data mnist"],
+    "--dataset mnist --output-dir new": ["mnist", "data/MNIST/raw", "python -m common.data mnist"],
     "--batch-size 1439 --output-dir new": ["1438"],
     "--output-dir train.py/output": ["--output-dir", "train.py/output"],
     "": ["output/checkpoint.pt", "--resume", "--output-dir"],
     "--resume --seed 1": ["output/checkpoint.pt", "--seed 0"],
     "--resume --precision bf16": ["output/checkpoint.pt", "--precision fp32"],
     "--resume --global-batch 48": ["output/checkpoint.pt", "--global-batch 128"],
-    "--resume --epochs 4": ["output/checkpoint.pt", "5 epochs"],
     "--resume --output-dir cut": ["cut/checkpoint.pt", "damaged"],
     "--resume --output-dir dangling": ["dangling/checkpoint.pt"],
 }
@@ -213,7 +232,8 @@ def test_bad_input(example: str, finished: Path) -> None:
     (finished / "dangling" / "checkpoint.pt").unlink()
     (finished / "dangling" / "checkpoint.pt").symlink_to("/nonexistent/checkpoint.pt")
     before = content(finished / "output"), content(finished / "cut")
-    refusals.assert_runs_refused(example, finished, BAD_INPUT, {})
+    calls = {(ALONE[example], f"{WORDS.get(example, '')} {words}"): says for words, says in BAD_INPUT.items()}
+    refusals.assert_calls_refused(finished, calls, **refusals.TORCHRUN)
     assert (content(finished / "output"), content(finished / "cut")) == before
     assert (finished / "dangling" / "checkpoint.pt").is_symlink()
 
@@ -226,9 +246,27 @@ def test_checkpoint_of_another_model_or_data(example: str, finished: Path) -> No
     text = models.read_text()
     models.write_text(text.replace("128", "64"))
     run = runs.start(example, finished, 2, "--resume").wait()
-    assert_last_line(run, status, "output/checkpoint.pt", "model")
+    assert_last_line(run, status, "output/checkpoint.pt", "a model of")
     models.write_text(text)
     edits.leave_digits(finished, 1400)
     run = runs.start(example, finished, 2, "--resume").wait()
     assert_last_line(run, status, "output/checkpoint.pt", "1438 samples")
     assert content(finished / "output") == before
+
+
+@pytest.mark.only("torchrun_multinode")
+def test_started_again(example: str, folder: Path, reference: Reference) -> None:
+    """SIGKILL to one process: torchrun starts all of them again, with run.slurm's variables, to the same bits."""
+    words = re.findall(r"^ *export ((?:\w+=\w+ ?)+) *(?:#.*)?$", (folder / "run.slurm").read_text(), re.MULTILINE)
+    variables = dict(word.split("=") for word in " ".join(words).split())
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in variables
+    edits.hold_epochs(folder, LAUNCHERS[example])
+    (folder / edits.HOLD).write_text("2")
+    command = "torchrun --standalone --nproc-per-node=2 --max-restarts=1 train.py --resume"
+    run = runs.Run(command.split(), folder, variables)
+    run.read_epoch(1)
+    os.kill(max(run.workers()), signal.SIGKILL)
+    run.read_until("continuing after epoch ")
+    (folder / edits.HOLD).unlink()
+    assert run.wait().status == 0, run.stderr
+    outputs.assert_same_run(folder / "output", reference.output)

@@ -1,4 +1,4 @@
-"""The recipes of docs/environments.md for a cluster without the internet, and for a lock file."""
+"""The recipes of docs/install.md for a cluster without the internet, and for a lock file."""
 
 import re
 import shutil
@@ -11,7 +11,7 @@ from harness import readme, runs
 from harness.launchers import HOROVOD, LAUNCHERS, ROOT
 from harness.processes import clean_environment
 
-PAGE = ROOT / "docs" / "environments.md"
+PAGE = ROOT / "docs" / "install.md"
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": "/dev/null"}
 
 
@@ -22,9 +22,9 @@ def test_without_internet(example: str, folder: Path, tmp_path: Path) -> None:
 
     Horovod is compiled there, without MPI, from its source. That wheel is then taken as a file, too.
     """
-    blocks = [readme.block("docs/environments.md", "pip wheel ...")]
+    blocks = [readme.block("docs/install.md", "pip wheel ...")]
     if example in HOROVOD:
-        blocks.append(readme.block("docs/environments.md", "pip download ..."))
+        blocks.append(readme.block("docs/install.md", "pip download ..."))
     other = shutil.copytree(folder, tmp_path / "other machine")
     for collect, *_ in blocks:
         download = runs.Run(["bash", "-ec", collect], other).wait(900)
@@ -60,8 +60,8 @@ def test_lock(example: str, folder: Path) -> None:
 
     Only ddp_spawn's is installed, which takes what other tests have downloaded. Of a dry run uv says what it would do.
     """
-    write = readme.command("docs/environments.md", "uv pip compile requirements.txt ...")
-    install = readme.command("docs/environments.md", "uv pip install --require-hashes -r requirements.lock")
+    write = readme.command("docs/install.md", "uv pip compile requirements.txt ...")
+    install = readme.command("docs/install.md", "uv pip install --require-hashes -r requirements.lock")
     python = {"VIRTUAL_ENV": str(folder / ".venv")}
     for line in ("python3 -m venv --without-pip .venv", write):
         done = runs.Run(["bash", "-ec", line], folder, python).wait(600)

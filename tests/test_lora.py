@@ -235,7 +235,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], dict[str, object], list[str]]]
     ),
     "no text": (lambda folder: (folder / "text.txt").unlink(), {}, ["--text-file", "No such file"]),
     "empty text": (lambda folder: (folder / "text.txt").write_text(""), {}, ["--text-file", "is empty"]),
-    "folder of texts": (lambda folder: None, {"text_file": Path("common")}, ["--text-file", "no tokens.json"]),
+    "folder of texts": (lambda folder: None, {"text_file": Path("tests")}, ["--text-file", "no tokens.json"]),
     "three bytes": (lambda folder: (folder / "text.txt").write_text("abc"), {}, ["3 tokens", "or --context 1"]),
     "UTF-16": (
         lambda folder: (folder / "text.txt").write_text("river " * 99, encoding="utf-16-le"),

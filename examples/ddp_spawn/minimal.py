@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from common import data  # the folder beside this file
 from common.models import ConvNet
 
-EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: of each process
+EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: samples per batch of each process
 
 
 def train_one_epoch(ddp_model, train_loader, optimizer, device):
@@ -43,6 +43,8 @@ def train_one_epoch(ddp_model, train_loader, optimizer, device):
 def evaluate(model, test_loader, device):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
+    for buffer in model.buffers():  # ddp: BatchNorm's statistics differ by process: use rank 0's
+        dist.broadcast(buffer, src=0)
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
     for images, labels in test_loader:
         images, labels = images.to(device), labels.to(device)
@@ -69,16 +71,16 @@ def main(rank, world_size, port):
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
     train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
-    # ddp: shuffled parts of equal length: a process with more steps would wait for the others
+    # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: our data sets return whole batches; data.collate works with others, too
+    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
     # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
 
-    torch.manual_seed(SEED + rank)  # ddp: dropout differs by process; weights: see DDP, below
+    torch.manual_seed(SEED + rank)  # ddp: each process drops other units; DDP copies the weights
     model = ConvNet().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LR, fused=device.type == "cuda")
     # ddp: copies rank 0's weights to all processes, and averages gradients in backward()
@@ -86,7 +88,7 @@ def main(rank, world_size, port):
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
         train_loss = train_one_epoch(ddp_model, train_loader, optimizer, device)
-        # Not ddp_model, whose forward pass may wait for the others: some have one test batch more.
+        # model, since the forward pass of ddp_model can wait for processes without a batch left.
         test_loss, accuracy = evaluate(model, test_loader, device)
         if rank == 0:
             losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"
@@ -94,7 +96,7 @@ def main(rank, world_size, port):
     if rank == 0:  # ddp: all processes have the same weights; one writes them
         torch.save(model.cpu().state_dict(), "model.pt")
     dist.destroy_process_group()
-    os._exit(0)  # at once: Gloo can abort a process while Python shuts down (PyTorch 2.15)
+    os._exit(0)  # skip Python's clean-up, in which Gloo sometimes aborts (PyTorch 2.15)
 
 
 def launch():

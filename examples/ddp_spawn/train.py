@@ -35,12 +35,12 @@ def parse_args():
     add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
     add("--epochs", type=positive, default=5, help="total number, including those before a resume")
     add("--batch-size", type=positive, default=64, help="samples per batch of each process")
-    add("--global-batch", type=positive, help="samples of a step; sets --batch-size")
+    add("--global-batch", type=positive, help="samples per step; sets --batch-size")
     add("--lr", type=float, default=1e-3, help="learning rate")
-    add("--warmup-steps", type=int, default=0, help="steps in which the learning rate rises")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
     add("--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="bf16: mixed")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
-    add("--timeout", type=positive, default=300, help="seconds that a step may take")
+    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
     add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
@@ -68,17 +68,17 @@ def setup(args, rank, port):
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=args.timeout))
     timeout = timedelta(seconds=10 * args.timeout)
     dist.init_process_group(backend, None, timeout, args.processes, rank, store)
-    longrun.alive(None)  # no limit for the first step, which may compile something
+    longrun.alive(None)  # the first step has no time limit: it may compile kernels
     return device
 
 
 def predict(args, model, batch, device):
     """Return the model's logits (B, 10) for a batch, and its labels (B,), on the device."""
     images, labels = (part.to(device, non_blocking=True) for part in batch)
-    images = images.double() if args.precision == "fp64" else images
+    images = images.double() if args.precision == "fp64" and images.is_floating_point() else images
     with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
         logits = model(images)
-    return logits.to(images.dtype), labels
+    return logits.float() if args.precision == "bf16" else logits, labels
 
 
 def train_one_epoch(args, ddp_model, batches, stateful, device, progress):
@@ -87,7 +87,7 @@ def train_one_epoch(args, ddp_model, batches, stateful, device, progress):
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
     optimizer, scheduler = stateful["optimizer"], stateful["scheduler"]
     for batch in batches:
-        # ddp: random numbers (dropout) differ in each process and step; a resume repeats them
+        # ddp: each process and step gets its own random numbers (dropout), also after a resume
         longrun.seed(args.seed, progress["step"], 0, dist.get_rank())
         logits, labels = predict(args, ddp_model, batch, device)
         loss = F.cross_entropy(logits, labels)
@@ -98,7 +98,7 @@ def train_one_epoch(args, ddp_model, batches, stateful, device, progress):
         scheduler.step()
         optimizer.zero_grad()
         progress["step"] += 1
-        longrun.alive(args.timeout)  # ends this process if the next batch hangs
+        longrun.alive(args.timeout)  # ends this process unless it calls this again in time
     dist.all_reduce(sums)  # ddp: sum over all processes; each has to call this, or others hang
     return (sums[0] / sums[1]).item()
 
@@ -107,7 +107,7 @@ def train_one_epoch(args, ddp_model, batches, stateful, device, progress):
 def evaluate(args, model, test_loader, device):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
-    for buffer in model.buffers():  # ddp: BatchNorm's statistics are those of rank 0, as saved
+    for buffer in model.buffers():  # ddp: BatchNorm's statistics differ by process: use rank 0's
         dist.broadcast(buffer, src=0)
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
     for batch in islice(test_loader, args.limit_steps):
@@ -137,12 +137,12 @@ def main(rank, args, port):
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
         longrun.fail(error)
-    # ddp: shuffled parts of equal length: a process with more steps would wait for the others
+    # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     steps = min(len(sampler) // args.batch_size, args.limit_steps or len(train_set))
     if not steps:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: our data sets return whole batches; data.collate works with others, too
+    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
@@ -173,7 +173,7 @@ def main(rank, args, port):
         batches, start = islice(train_loader, args.limit_steps), time.perf_counter()
         train_loss = train_one_epoch(args, ddp_model, batches, stateful, device, progress)
         seconds = time.perf_counter() - start
-        # Not ddp_model, whose forward pass may wait for the others: some have one test batch more.
+        # model, since the forward pass of ddp_model can wait for processes without a batch left.
         test_loss, accuracy = evaluate(args, model, test_loader, device)
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
         speed = steps * args.global_batch / seconds

@@ -22,17 +22,17 @@ import zlib
 
 import numpy as np
 
-torch = sys.modules.get("torch")  # train.py has imported it; None where it uses TensorFlow
+torch = sys.modules.get("torch")  # None if train.py has not imported it (TensorFlow)
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # what PyTorch's schedulers keep in a group
 GO_ON, SAVE, STOP = range(3)  # what `wish` answers after a step
-rank, size = int(os.environ.get("RANK", 0)), 1  # this process's number, and that of all
-gather_into, leave = (lambda values, value: values.insert(0, value)), sys.exit
+rank, size = int(os.environ.get("RANK", 0)), 1  # this process's number; number of processes
+gather_into, leave = (lambda values, value: values.__setitem__(0, value)), sys.exit
 last_save = time.monotonic()
 
 
-def positive(text):
+def positive(text, least=1):
     """Return a whole number of 1 or more; argparse turns ValueError into one line."""
-    if int(text) < 1:
+    if int(text) < least:
         raise ValueError
     return int(text)
 
@@ -52,7 +52,7 @@ def prepare(args, my_rank, world_size, gather, leave_group):
     # Keep freed memory for the next step, which makes steps on CPUs a fifth faster.
     libc.mallopt(-3, 2**30) or libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD; old glibc: 32 MiB
     libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-    has_gpus = os.environ.get("SLURM_GPUS_ON_NODE", "") > "0"
+    has_gpus = os.environ.get("SLURM_GPUS_ON_NODE", "0") not in ("", "0")
     if torch and has_gpus and not torch.cuda.is_available() and os.environ.get("ALLOW_CPU") != "1":
         build = f"PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}"
         fail(f"{build}, cannot use the GPUs of this job: see README.md, or set ALLOW_CPU=1")
@@ -85,7 +85,7 @@ def fail(message, together=False):
         with open(report, "w") as file:
             json.dump({"message": line, "timestamp": int(time.time())}, file)
     if together:
-        gather(None)  # the end of one process ends the others: wait for the line
+        gather(None)  # wait until rank 0 has printed: the first exit ends all processes
     os._exit(2)
 
 
@@ -106,7 +106,7 @@ def lock(folder):
     """Lock the folder until this process ends; return an error message, or None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)  # closing it would unlock
+        file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)  # it must stay open
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return f"another run is writing to --output-dir {folder}: wait, or choose another folder"
@@ -119,6 +119,7 @@ def lock(folder):
 
 def write(args, name, save):
     """Have rank 0 write a file by save(file), as a whole or not at all; the others wait for it."""
+    alive(None)  # a save may take longer than a step
     path, temporary, error = args.output_dir / name, args.output_dir / f"tmp.{name}", None
     try:
         if rank == 0:
@@ -133,20 +134,21 @@ def write(args, name, save):
     agree(error)
 
 
-def describe(args, weights, train_set, test_set):
-    """Return what a run has in common with the run that it continues; `weights` is a dict."""
+def describe(args, stateful, data_sets):
+    """Return what must be the same when a run is resumed."""
     names = ("dataset", "seed", "precision", "global_batch")
     run = {f"--{n.replace('_', '-')}": getattr(args, n) for n in names if hasattr(args, n)}
-    for name, part in (("training", train_set), ("test", test_set)):
-        size = len(part) if hasattr(part, "__len__") else "an unknown number"
-        labels = getattr(part, "labels", getattr(part, "targets", None))  # if it keeps them
-        known = 0
-        with contextlib.suppress(ValueError):  # lists of different lengths are not compared
-            values = np.asarray(labels.cpu() if hasattr(labels, "cpu") else labels)
-            known = zlib.crc32(values.tobytes()) if values.dtype.kind in "biufSU" else 0
+    for name, part in zip(("training", "test"), data_sets, strict=True):
+        labels, known = getattr(part, "labels", getattr(part, "targets", None)), 0
+        with contextlib.suppress(Exception):  # only labels that are numbers in memory are compared
+            labels[0] + 0  # raises for a text
+            values = labels.cpu() if hasattr(labels, "cpu") else labels
+            known = zlib.crc32(np.ascontiguousarray(values))
+        size = len(part) if hasattr(part, "__len__") else "an unknown number of"
         run[f"{name} data of"] = f"{size} samples (labels {known:08x})"
-    shapes = repr({name: tuple(weight.shape) for name, weight in weights.items()})
-    run["a model of"] = f"{len(weights)} tensors (shapes {zlib.crc32(shapes.encode()):08x})"
+    models = [part.state_dict() for part in stateful.values() if hasattr(part, "parameters")]
+    shapes = [(n, tuple(getattr(w, "shape", ()))) for weights in models for n, w in weights.items()]
+    run["a model of"] = f"{len(shapes)} tensors (shapes {zlib.crc32(repr(shapes).encode()):08x})"
     return run
 
 
@@ -170,7 +172,7 @@ def find_checkpoint(args, run):
         before = checkpoint["progress"]["run"].items()
     except Exception as error:  # a damaged file can raise almost anything
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return None, f"{path} is damaged or of another program ({reason}): move it away, {other}"
+        return None, f"{path} is damaged, or cannot be read ({reason}): restore a copy, {other}"
     differ = [f"{name} {value}" for name, value in before if run.get(name, value) != value]
     if differ:
         return None, f"{path} is from a run with {', '.join(differ)}: use the same, {other}"
@@ -180,7 +182,7 @@ def find_checkpoint(args, run):
 def load_checkpoint(args, stateful, progress):
     """Load the parts of the checkpoint into `stateful`; return the progress, or None without one.
 
-    Rank 0 tests the file before the others read it. The current --lr replaces the saved one.
+    Rank 0 tests the file before the others read it. Saved rates are scaled to the current --lr.
     """
     checkpoint, error = find_checkpoint(args, progress["run"]) if rank == 0 else (None, None)
     agree(error)
@@ -188,7 +190,7 @@ def load_checkpoint(args, stateful, progress):
         return None
     if rank > 0:
         checkpoint = torch.load(args.output_dir / "checkpoint.pt", "cpu", weights_only=True)
-    factor = args.lr / checkpoint["lr"] if args.lr != checkpoint["lr"] else 1
+    factor = args.lr / checkpoint["lr"] if checkpoint["lr"] else 1
     for name, part in stateful.items():
         part.load_state_dict(checkpoint[name])
         for group in getattr(part, "param_groups", []):  # of an optimizer
@@ -210,7 +212,7 @@ def check(trained, progress):
     finite = all(map(math.isfinite, [*losses, *(total for _, total in table)]))
     wrong = f"loss or weights are not finite after step {progress['step']}: nothing is saved"
     agree(None if finite else f"{wrong}; lower --lr, or look at the data")
-    tables = np.array(gather(table)).reshape(size, -1, 2)
+    tables = np.array(gather(table)).reshape(size, -1, 2)  # ptp: the largest minus the smallest
     apart = np.ptp(tables, axis=0).max(1) > 1e-4 * tables[:, :, 1].max(0)
     if apart.any() and os.environ.get("ALLOW_OTHER_WEIGHTS") != "1":
         wrong = f"weights of shape {tuple(trained[apart.argmax()].shape)} differ between the ranks"
@@ -221,11 +223,12 @@ def check(trained, progress):
 def save_checkpoint(args, stateful, progress):
     """Write metrics.csv and checkpoint.pt, after a check; at the end of an epoch print its row."""
     global last_save
-    alive(None)  # a save may take longer than a step
     groups = [group for part in stateful.values() for group in getattr(part, "param_groups", [])]
     check([weight for group in groups for weight in group["params"]], progress)
     state = {name: part.state_dict() for name, part in stateful.items()}
     state |= {"progress": progress, "lr": args.lr}
+    for row in progress["history"]:  # numbers of NumPy or tensors become those of Python
+        row |= {name: value.item() for name, value in row.items() if hasattr(value, "item")}
     if history := progress["history"]:
         names = list(dict.fromkeys(name for row in history for name in row))
         rows = [names, *([row.get(name, "nan") for name in names] for row in history)]
@@ -253,11 +256,8 @@ def record(args, what, **facts):
 
 
 def start(args, what, where, data_sets, stateful, progress):
-    """Load the checkpoint, if there is one, and print what this run is; return its progress.
-
-    what and where are words, such as "ConvNet on digits" and "gloo on cpu".
-    """
-    progress["run"] = describe(args, stateful["model"].state_dict(), *data_sets)
+    """Load the checkpoint, if there is one; print what this run is; return its progress."""
+    progress["run"] = describe(args, stateful, data_sets)
     progress = load_checkpoint(args, stateful, progress) or progress
     hosts = gather(os.uname().nodename)
     record(args, "starts", step=progress["step"], hosts=hosts, commit=os.environ.get("COMMIT"))
@@ -290,9 +290,8 @@ def end(args, progress, how):
     record(args, "stops", step=progress["step"], reason=message)
     if rank == 0:
         print(message)
-        if (
-            stop := args.output_dir / "stop"
-        ).exists():  # job.sh looks for the file `stopped`, and requeues the job
+        stop = args.output_dir / "stop"
+        if stop.exists():  # job.sh looks for the file `stopped`, and requeues the job
             stop.rename(args.output_dir / how)
     gather(None)  # no process leaves before rank 0 is done
     leave()

@@ -29,20 +29,20 @@ from common.models import ConvNet
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = longrun.fail  # one line, instead of one and the usage from each process
+    parser.error = longrun.fail  # print the error as one line, without the usage
     add, positive = parser.add_argument, longrun.positive
     add("--dataset", choices=data.NAMES, default="digits")
     add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
     add("--epochs", type=positive, default=5, help="total number, including those before a resume")
     add("--batch-size", type=positive, default=64, help="samples per batch of each process")
-    add("--global-batch", type=positive, help="samples of a step; sets --batch-size")
-    add("--gradient-accumulation-steps", type=positive, default=1, help="batches of a step")
+    add("--global-batch", type=positive, help="samples per step; sets --batch-size")
+    add("--gradient-accumulation-steps", type=positive, default=1, help="batches per step")
     add("--lr", type=float, default=1e-3, help="learning rate")
-    add("--warmup-steps", type=int, default=0, help="steps in which the learning rate rises")
-    add("--max-grad-norm", type=float, default=float("inf"), help="clip the gradients' norm")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
+    add("--max-grad-norm", type=float, help="clip the norm of the gradients to this value")
     add("--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="bf16: mixed")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
-    add("--timeout", type=positive, default=300, help="seconds that a step may take")
+    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
     add("--checkpoint-every", type=float, metavar="MINUTES", help="also save within an epoch")
     add("--keep-epochs", action="store_true", help="also keep the weights after each epoch")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
@@ -51,8 +51,7 @@ def parse_args():
     args = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
-    # A step takes one batch of each process, or several with accumulation.
-    batches = int(os.environ["WORLD_SIZE"]) * args.gradient_accumulation_steps
+    batches = int(os.environ["WORLD_SIZE"]) * args.gradient_accumulation_steps  # per step
     args.global_batch = args.global_batch or args.batch_size * batches
     args.batch_size, rest = divmod(args.global_batch, batches)
     if rest or not args.batch_size:
@@ -73,17 +72,17 @@ def setup(args):
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # torchrun: sets MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, which init_process_group reads
     dist.init_process_group(backend, timeout=timedelta(seconds=10 * args.timeout))
-    longrun.alive(None)  # no limit for the first step, which may compile something
+    longrun.alive(None)  # the first step has no time limit: it may compile kernels
     return device, rank, world_size
 
 
 def predict(args, model, batch, device):
     """Return the model's logits (B, 10) for a batch, and its labels (B,), on the device."""
     images, labels = (part.to(device, non_blocking=True) for part in batch)
-    images = images.double() if args.precision == "fp64" else images
+    images = images.double() if args.precision == "fp64" and images.is_floating_point() else images
     with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
         logits = model(images)
-    return logits.to(images.dtype), labels
+    return logits.float() if args.precision == "bf16" else logits, labels
 
 
 def train_one_epoch(args, ddp_model, batches, stateful, progress):
@@ -91,23 +90,23 @@ def train_one_epoch(args, ddp_model, batches, stateful, progress):
     ddp_model.train()
     sums = progress["sums"]  # loss, samples; a checkpoint within the epoch has them, too
     optimizer, scheduler = stateful["optimizer"], stateful["scheduler"]
+    # ddp: each process and batch gets its own random numbers (dropout), also after a resume
+    longrun.seed(args.seed, progress["step"], 0, dist.get_rank())
     for number, batch in enumerate(batches, 1):
-        part = number % args.gradient_accumulation_steps  # accumulation: 0 completes the step
-        # ddp: random numbers (dropout) differ in each process and batch; a resume repeats them
-        longrun.seed(args.seed, progress["step"], part, dist.get_rank())
-        if part == 0:  # stop: rank 0 decides; its answer travels while gradients are computed
+        part = number % args.gradient_accumulation_steps  # accumulation: 0 is a step's last batch
+        if part == 0:  # stop: rank 0 looks for a request to stop, and tells all during backward()
             answer = torch.tensor(longrun.wish(args))
             pending = dist.broadcast(answer, src=0, async_op=True)
         # accumulation: no_sync() keeps DDP from averaging the gradients after every batch
         with ddp_model.no_sync() if part else contextlib.nullcontext():
             logits, labels = predict(args, ddp_model, batch, sums.device)
             loss = F.cross_entropy(logits, labels)
-            # ddp: backward() averages the gradients over all processes
-            (loss / args.gradient_accumulation_steps).backward()
+            (loss / args.gradient_accumulation_steps).backward()  # ddp: averages the gradients
         sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
         sums[1] += len(labels)
         if part == 0:
-            torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
+            if args.max_grad_norm:
+                torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -117,8 +116,9 @@ def train_one_epoch(args, ddp_model, batches, stateful, progress):
             if answer != longrun.GO_ON:
                 save_checkpoint(args, stateful, progress)
             if answer == longrun.STOP:
-                longrun.end(args, progress, "stopped")  # stop: job.sh requeues the job
-        longrun.alive(args.timeout)  # ends this process if the next batch hangs
+                longrun.end(args, progress, "stopped")  # stop: exits; job.sh requeues the job
+        longrun.seed(args.seed, progress["step"], part, dist.get_rank())  # for the next batch
+        longrun.alive(args.timeout)  # ends this process unless it calls this again in time
     dist.all_reduce(sums)  # ddp: sum over all processes; each has to call this, or others hang
     return (sums[0] / sums[1]).item()
 
@@ -127,7 +127,7 @@ def train_one_epoch(args, ddp_model, batches, stateful, progress):
 def evaluate(args, model, test_loader, device):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
-    for buffer in model.buffers():  # ddp: BatchNorm's statistics are those of rank 0, as saved
+    for buffer in model.buffers():  # ddp: BatchNorm's statistics differ by process: use rank 0's
         dist.broadcast(buffer, src=0)
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
     for batch in islice(test_loader, args.limit_steps):
@@ -158,13 +158,13 @@ def main(args):
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
         longrun.fail(error)
-    # ddp: shuffled parts of equal length: a process with more steps would wait for the others
+    # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     parts = args.gradient_accumulation_steps
     steps = min(len(sampler) // (args.batch_size * parts), args.limit_steps or len(train_set))
     if not steps:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: our data sets return whole batches; data.collate works with others, too
+    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
@@ -192,14 +192,14 @@ def main(args):
     for epoch in range(len(progress["history"]), args.epochs):
         sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
         done = progress["epoch_step"] * parts  # batches, if the run was stopped in this epoch
-        left = list(sampler)[done * args.batch_size :]
+        left = list(sampler)[done * args.batch_size :]  # the indices that are still to be read
         longrun.seed(args.seed, epoch, rank)  # for the loader's workers, if it has some
         train_loader = DataLoader(train_set, args.batch_size, sampler=left, drop_last=True, **extra)
-        count, start = steps * parts - done, time.perf_counter()
-        batches = islice(train_loader, count)  # an incomplete step at the end is left out
+        count, start = max(0, steps * parts - done), time.perf_counter()
+        batches = islice(train_loader, count)  # without the last step, if it is incomplete
         train_loss = train_one_epoch(args, ddp_model, batches, stateful, progress)
         seconds = time.perf_counter() - start
-        # Not ddp_model, whose forward pass may wait for the others: some have one test batch more.
+        # model, since the forward pass of ddp_model can wait for processes without a batch left.
         test_loss, accuracy = evaluate(args, model, test_loader, device)
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
         speed = count * args.batch_size * world_size / seconds

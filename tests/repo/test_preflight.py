@@ -722,7 +722,7 @@ TABLE = load("verdict")
 WHEELS = {wheel[2]: wheel for *_, wheel in TABLE.NVIDIA if wheel}
 CU118, CU126, CU128 = (WHEELS[backend] for backend in ("cu118", "cu126", "cu128"))
 ROCM, PINS, CPU = TABLE.AMD, TABLE.PINS, TABLE.CPU
-MADE_FOR = {"V100": "7.0", "B200": "10.0"}  # GPUs that the table in docs/environments.md names, among others
+MADE_FOR = {"V100": "7.0", "B200": "10.0"}  # GPUs that the table in docs/install.md names, among others
 
 
 def node(*gpus: tuple[str, str, str], amd: bool = False, problem: str = "", name: str = "node1") -> dict[str, Any]:
@@ -767,8 +767,8 @@ def test_wheel(
 
 
 def test_wheel_is_the_page_and_the_pins(verdict: ModuleType) -> None:
-    """docs/environments.md names the same builds for the same drivers and GPUs; the pins are those of the examples."""
-    page = ROOT / "docs" / "environments.md"
+    """docs/install.md names the same builds for the same drivers and GPUs; the pins are those of the examples."""
+    page = ROOT / "docs" / "install.md"
     section = page.read_text().split("\n## Which PyTorch\n")[1].split("\n## ")[0]
     (install,) = re.findall(r"^(UV_TORCH_BACKEND=cu126 .*?) +#", section, re.MULTILINE)
     assert f"{install} ({page.relative_to(ROOT)})" in verdict.install(CU126, "requirements.txt")

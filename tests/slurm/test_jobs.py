@@ -71,8 +71,7 @@ def test_no_progress(example: str, source: Path, lab: Lab, tmp_path: Path) -> No
     assert job.log.count("run.slurm: error:") == 1 and not (job.output / LAUNCHERS[example].model).exists()
 
 
-@pytest.mark.waits
-@pytest.mark.runs("one")
+@pytest.mark.runs("weekly")
 def test_time_limit(example: str, source: Path, lab: Lab, tmp_path: Path, shipped_job: Callable[[], Reference]) -> None:
     """A run that reaches its time limit requeues itself, continues, and ends with the same bits."""
     sleep = "20 * ('SLURM_RESTART_COUNT' not in os.environ)"  # until it is requeued

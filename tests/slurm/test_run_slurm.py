@@ -15,13 +15,12 @@ from harness.jobs import (
     Job,
     array_of_three,
     by_torchrun,
-    hand_over,
     header,
     stub,
     submit,
     wait_for_start,
 )
-from harness.launchers import HOROVOD, LAUNCHERS, copy_example
+from harness.launchers import HOROVOD, LAUNCHERS
 from lab import Lab, faults
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("plumbing"), pytest.mark.runs("one")]
@@ -32,27 +31,7 @@ def test_job_array(example: str, source: Path, lab: Lab, tmp_path: Path) -> None
     array_of_three(lab, stub(source, tmp_path / example))
 
 
-def test_help(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """`sbatch run.slurm --help` prints the flags and ends: nobody has asked it to stop, so it is not requeued."""
-    job = submit(lab, example, copy_example(source, tmp_path / example), "--help").wait()
-    assert job.shown["JobState"] == "COMPLETED" and job.shown["Restarts"] == "0", job.log
-    assert "--warmup-steps" in job.log and "requeue" not in job.log, job.log
-
-
-def test_failed_requeue(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """Where neither a requeue nor another job may follow the log says so; a job that has stopped for it has failed."""
-    folder = stub(source, tmp_path / example)
-    job = submit(lab, example, folder, options=("--no-requeue",), SUCCESSORS="0")
-    wait_for_start(folder, job.id)
-    faults.timelimit(lab, job.id)
-    job.wait_for_line("run.slurm: error: the requeue failed, see above")
-    assert "run.slurm: error: no further job after 0, since SUCCESSORS is 0" in job.log
-    if not LAUNCHERS[example].job_recovers:  # it trains for the rest of its time
-        assert job.shown["JobState"] == "RUNNING"
-        (job.output / "finish").touch()
-    assert job.wait().shown["JobState"] == ("FAILED" if LAUNCHERS[example].job_recovers else "COMPLETED")
-
-
+@pytest.mark.runs("weekly")
 def test_program_of_its_start(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A requeued job runs what it was submitted with, though each file is edited; a new one what is there then.
 
@@ -113,17 +92,6 @@ assert (Path(__file__).parent / "large" / "file").read_text() == Path("large/fil
 """
 
 
-def test_other_script(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """`SCRIPT=other.py sbatch run.slurm` runs that file in the place of train.py, with the same arguments."""
-    folder = stub(source, tmp_path / example)
-    (folder / "train.py").rename(folder / "other.py")
-    job = submit(lab, example, folder, "--epochs", "7", SCRIPT="other.py")
-    wait_for_start(folder, job.id)
-    (job.output / "finish").touch()
-    assert job.wait().shown["JobState"] == "COMPLETED", job.log
-    assert "'--epochs', '7'" in job.log and "--output-dir', 'output/" in job.log, job.log
-
-
 REFUSED = {  # what is changed in run.slurm, options of sbatch, variables, what the line says
     "cores by GPU": ((r"^#SBATCH --cpus-per-task=.*\n", ""), (), {}, ["--cpus-per-task", "--cpus-per-gpu"]),
     "no environment": (("^$", ""), (), {"VENV": "no-such-folder"}, ["no-such-folder/bin/python", "set VENV"]),
@@ -176,18 +144,7 @@ def test_refused(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
         assert all(text in errors[0] for text in texts) and "started" not in job.log, job.log
 
 
-def test_from_another_folder(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """Submitted from a folder that has no plumbing/, the job ends with a line that names it, and the cause."""
-    script = hand_over(stub(source, tmp_path / example)) / "run.slurm"
-    (tmp_path / "elsewhere").mkdir()
-    done = lab.run(["sbatch", "--parsable", str(script)], cwd=hand_over(tmp_path / "elsewhere"))
-    job = Job(lab, example, tmp_path / "elsewhere", done.stdout.strip()).wait()
-    assert job.shown["JobState"] == "FAILED"
-    missing, line = job.log.splitlines()
-    assert missing.endswith("plumbing/job.sh: No such file or directory"), job.log
-    assert line == "run.slurm: error: submit it from its own folder", job.log
-
-
+@pytest.mark.runs("weekly")
 def test_other_sites(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """SLURM_EXPORT_ENV=NONE, a conda environment without bin/activate, a folder with a space in its name: all work.
 
