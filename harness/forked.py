@@ -14,7 +14,6 @@ import select
 import signal
 import socket
 import sys
-import time
 
 
 def client(path: str, words: list[str]) -> int:
@@ -99,7 +98,9 @@ def start(request: dict, outputs: list[int], rank: int, port: int) -> None:
     random.seed()  # otherwise ranks that forget to seed have the server's numbers
     numpy.random.seed()
     # mp.spawn would import torch again.
-    multiprocessing.spawn = lambda *words, **named: multiprocessing.start_processes(*words, **named, start_method="fork")
+    multiprocessing.spawn = lambda *words, **named: multiprocessing.start_processes(
+        *words, **named, start_method="fork"
+    )
     for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         if os.path.exists(hook := os.path.join(folder, "sitecustomize.py")):
             runpy.run_path(hook)
