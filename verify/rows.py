@@ -161,9 +161,11 @@ class Checks:
         """Training has a DistributedSampler and calls set_epoch(); testing reads
         Subset(test_set, range(rank, len(test_set), world_size)).
         """
-        wrong, unknown, good, orders = [], [], [], {}
-        # One process reads what several have to divide.
-        for two, one in zip(readings(self.first), readings(self.plain("one", 1)), strict=False):
+        wrong, unknown, good, orders, seen = [], [], [], {}, {}
+        single = readings(self.plain("one", 1))  # it reads what several processes have to divide
+        for note in (notes[0] for notes in single if not unlisted(*notes)):
+            seen.setdefault(note["id"], set()).update(note["indices"])
+        for two, one in zip(readings(self.first), single, strict=False):
             train, place = two[0]["train"], two[0]["place"]
             what = "training samples" if train else "test samples"
             if why := unlisted(*two, *one):
@@ -175,7 +177,10 @@ class Checks:
             orders |= {place: order} if train else {}
             again, left = (counts - whole).total(), (whole - counts).total()
             allowed = sum(note["batch"] for note in two) - 1 if train else 0
-            if max(again, left) <= allowed:
+            never = one[0]["len"] - len(seen[one[0]["id"]])
+            if never > allowed:
+                (unknown if train else wrong).append(f"{what}: {never} are in no batch")
+            elif max(again, left) <= allowed:
                 good.append(f"{what}: {len(counts)} of {two[0]['of']}")
             elif whole.total() - len(whole) > allowed:
                 unknown.append(f"{what}: one process, too, reads some again")

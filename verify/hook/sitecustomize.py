@@ -208,9 +208,10 @@ class Hook:
                 raise ValueError("it has no end")
         for generator, state in states:
             generator.set_state(state)
+        facts = {"batch": batch, "id": id(dataset), "len": len(dataset)}
         while isinstance(dataset, data.Subset):  # the indices in the set inside
             indices, dataset = [int(dataset.indices[i]) for i in indices], dataset.dataset
-        return {"indices": indices, "of": len(dataset), "batch": batch}
+        return facts | {"indices": indices, "of": len(dataset)}
 
     def watch(self, dataset):
         """Watch the reads of a data set, and of those that it is made of."""
