@@ -2,6 +2,7 @@
 
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,19 +21,10 @@ class Row(NamedTuple):
 
 
 class Verdict(Exception):
-    """How a row ends that is not ok, and why."""
+    """How a row ends that is not ok: the verdict, and the reason."""
 
 
-class Fail(Verdict):
-    verdict = "FAIL"
-
-
-class Weak(Verdict):
-    verdict = "weak"
-
-
-class Unchecked(Verdict):
-    verdict = "not checked"
+Fail, Weak, Unchecked = (partial(Verdict, verdict) for verdict in ("FAIL", "weak", "not checked"))
 
 
 def row(what, runs):
@@ -88,21 +80,24 @@ class Checks:
 
     def must(self, run, what, verdict=Fail):
         if not run.good:
-            raise verdict(f"{what} fails: {run.error}")
+            raise verdict(f"train.py fails in {what}: {run.error}")
         return run
 
     def needs(self, *flags):
         if missing := [flag for flag in flags if flag not in self.program.help]:
             raise Unchecked(f"train.py has no {missing[0]}")
 
-    def bits(self, other, what):
+    def bits(self, other, what, doubt=None):
         """Compare a run with the first one: it has to end with the same bits, on GPUs nearly."""
         found = apart(self.first, self.must(other, what))
         if found and self.noise is None:
             self.noise = apart(self.first, self.must(self.run("again"), "the second run"))
-        found = {name: far for name, far in found.items() if far > 10 * self.noise.get(name, 0)}
+        if wrong := {
+            name: far for name, far in found.items() if far > 10 * self.noise.get(name, 0)
+        }:
+            raise Unchecked(doubt) if doubt else Fail(f"{what} has other results: {said(wrong)}")
         if found:
-            raise Fail(f"{what} has other results: {said(found)}")
+            raise Weak(f"{what} differs as two equal runs do: {said(found)}")
         return f"{what} has the same model.pt and metrics"
 
     def plain(self, name="plain", processes=2, more=(), parts=1):
@@ -117,26 +112,25 @@ class Checks:
             return self.plain("plain-fp32")
         return self.must(run, f"a run of {processes} processes {' '.join(more)}", Unchecked)
 
-    def arithmetic(self, one, other, what):
+    def arithmetic(self, one, other, what, doubt=None):
         """Compare two runs without randomness: they have to compute the same."""
-        fp64, pairs = self.program.precise == "fp64", zip(readings(one), readings(other))
+        fp64, doubts = self.program.precise == "fp64", [doubt] if doubt else []
         found = {n: far for n, far in apart(one, other).items() if "num_batches_tracked" not in n}
-        doubts = [f"{what}: random numbers besides dropout's"] * bool(
-            one.of("draws") + other.of("draws")
-        )
-        for a, b in pairs:
+        if one.of("draws") or other.of("draws"):
+            doubts.append("random numbers besides dropout's")
+        for a, b in zip(readings(one), readings(other), strict=False):
             if why := unlisted(*a, *b):
-                doubts.append(f"{what}: {why}")
+                doubts.append(why)
             elif (first := count(a, True)) != (second := count(b, True)):
                 if not a[0]["train"]:  # test batches have other sizes
                     found = {n: found[n] for n in found if "train" in n or "model.pt" in n}
                 elif max((first | second).values()) == 1:
-                    doubts.append(f"{what}: a step has other samples")
+                    doubts.append("a step has other samples")
         if not fp64:  # where a gradient is nearly 0, Adam makes a whole step of a rounding
             found = {n: found[n] for n in found if "model.pt" not in n}
         limits = {n: 1e-9 if fp64 else 1e-3 if "loss" in n else 0.05 for n in found}
         if wrong := {n: far for n, far in found.items() if far > limits[n]}:
-            raise Unchecked(doubts[0]) if doubts else Fail(f"{what}: {said(wrong)}")
+            raise Unchecked(f"{what}: {doubts[0]}") if doubts else Fail(f"{what}: {said(wrong)}")
         same = f"{what}: the same to {max(found.values(), default=0):.0e}"
         if not fp64:
             raise Weak(f"{same}; smaller mistakes need --precision fp64")
@@ -260,7 +254,8 @@ class Checks:
             raise Fail("half of the checkpoint is accepted, or trained over: status 0")
         if any(path.read_bytes() != half for path, half in halves.items()):
             raise Fail("half of the checkpoint is refused, but the file is changed")
-        return f"each file is one rank's, and whole; half of {', '.join(p.name for p in halves)} is refused"
+        names = ", ".join(path.name for path in halves)
+        return f"each file is one rank's, and whole; half of {names} is refused"
 
     @row("2 processes as 1 and as 3", 2)
     def processes(self):
@@ -268,17 +263,11 @@ class Checks:
         of samples (not a mean of means, not rank 0's); the learning rate does not depend on the
         number of processes; nothing trains outside of DDP; no set() numbers words or classes.
         """
-        base, good, unknown = self.plain(), [], []
-        for name, number in (("one", 1), ("three", 3)):
-            try:
-                good.append(self.arithmetic(base, self.plain(name, number), f"2 and {number}"))
-            except (Weak, Unchecked) as why:
-                unknown.append(why)
-        if unknown and all(isinstance(why, Unchecked) for why in unknown) and not good:
-            raise Unchecked("; ".join(map(str, unknown)))
-        if unknown:
-            raise Weak("; ".join([*good, *map(str, unknown)]))
-        return "; ".join(good)
+        base = self.plain()
+        one = self.arithmetic(base, self.plain("one", 1), "2 and 1")
+        if 0 < self.program.gpus < 3:
+            raise Weak(f"{one}; 3 processes need 3 GPUs")
+        return f"{one}; {self.arithmetic(base, self.plain('three', 3), '2 and 3')}"
 
     @row("half batches, accumulated", 2)
     def accumulation(self):
@@ -292,12 +281,11 @@ class Checks:
             more = ["--max-grad-norm", str(norms[len(norms) // 2])]  # clips some of the steps
             base = self.plain("clipped", more=more)
         run = self.plain("halves", 2, ["--gradient-accumulation-steps", "2", *more], parts=2)
-        try:
-            return self.arithmetic(base, run, f"1 and 2 batches{' with clipping' * bool(more)}")
-        except Fail as why:
-            if run.of("gather"):
-                raise Unchecked("the loss gathers a batch, and half of it is another") from why
-            raise
+        gathers = (
+            "the loss gathers a batch, and half of it is another" if run.of("gather") else None
+        )
+        what = f"1 and 2 batches{' with clipping' * bool(more)}"
+        return self.arithmetic(base, run, what, gathers)
 
     def act(self, what, epoch=2, rank=1, **named):
         """Return a run in which the hook does something in the middle of epoch 1 or 2."""
@@ -320,7 +308,7 @@ class Checks:
         again = self.run("kill-resumed", more=["--resume"], into=run.folder)
         if again.good and again.steps >= self.first.steps:
             raise Fail("the resumed run begins again at the first step")
-        return self.bits(again, "killed in epoch 2 and resumed, it")
+        return self.bits(again, "a run killed in epoch 2 and resumed")
 
     @row("stopped, resumed", 2)
     def stopped(self):
@@ -332,12 +320,9 @@ class Checks:
         if run.status != 0 or not (run.folder / "stopped").exists():
             raise Fail(f"asked to stop it ends with status {run.status} and no file `stopped`")
         again = self.run("stop-resumed", more=["--resume"], into=run.folder)
-        try:
-            return self.bits(again, f"stopped after step {run.steps} and resumed, it")
-        except Fail as why:
-            if any("workers" in note["where"] for note in self.first.of("draw")):
-                raise Unchecked(f"augmentation in workers within an epoch: {why}") from why
-            raise
+        within = any("workers" in note["where"] for note in self.first.of("draw"))
+        doubt = "augmentation in loader workers within an epoch" if within else None
+        return self.bits(again, f"a run stopped after step {run.steps} and resumed", doubt)
 
     def ends(self, run):
         """Judge how a run ended after one of its processes failed."""
@@ -372,7 +357,7 @@ class Checks:
         for precision in (self.program.precise, "bf16"):
             flags = [*more, "--precision", precision]
             run = self.run(f"sums-{precision}", 1, flags, size=1, do="plain")
-            runs.append(self.must(run, "a batch of one sample", Unchecked))
+            runs.append(self.must(run, "a run with a batch of one sample", Unchecked))
         found = {name: far for name, far in apart(*runs).items() if "loss" in name}
         text = f"after {runs[0].steps} steps: {said(found) or 'the same losses'}"
         if max(found.values(), default=0) > 0.05:
@@ -398,7 +383,7 @@ def check(folder, rows=(), launcher=None, flags=(), tell=lambda line: None):
         try:
             verdict, text = "ok", ROWS[name][2](checks)
         except Verdict as why:
-            verdict, text = why.verdict, str(why)
+            verdict, text = why.args
             if verdict == "FAIL":
                 look = " ".join(ROWS[name][2].__doc__.split())
                 text, failed = f"{text}\nMake sure: {look}\nLogs: {program.output}/*/log", True
