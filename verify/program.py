@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import cached_property
 from pathlib import Path
 
 SRUN = """srun --mpi=none --overlap --kill-on-bad-exit=1 --ntasks={n} bash -c '
@@ -85,17 +84,18 @@ class Program:
         variables |= {"VERIFY_STOP": str(run.folder / "stop"), "ALLOW_OTHER_WEIGHTS": "1"}
         if ":" in do:  # also ends what has lost its launcher on another node
             variables["VERIFY_LIMIT"] = str(10 * limit)
-        began, acted = time.monotonic(), 0
+        began, run.acted = time.monotonic(), 0
         with open(run.place / "log", "w") as log:
             process = subprocess.Popen(
                 words, cwd=self.folder, env=os.environ | variables, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
         try:
-            while run.status is None and not (acted and time.monotonic() > acted + limit):
+            while run.status is None and not 0 < run.acted < time.monotonic() - limit:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     run.status = process.wait(0.1)
-                acted = acted or (run.acted and time.monotonic())
+                if not run.acted and (run.place / "notes/done").exists():
+                    run.acted = time.monotonic()
         finally:
             if run.status is None:
                 process.terminate()  # torchrun and srun end their processes
@@ -103,8 +103,9 @@ class Program:
                     process.wait(40)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        run.seconds, run.after = time.monotonic() - began, time.monotonic() - acted
+        run.seconds, run.after = time.monotonic() - began, time.monotonic() - run.acted
         self.took = self.took if ":" in do else max(self.took, run.seconds)
+        run.read()
         return run
 
 
@@ -114,38 +115,20 @@ class Run:
     def __init__(self, place, into=None):
         self.place, self.folder, self.status = place, into or place / "output", None
 
-    @property
-    def acted(self):
-        return (self.place / "notes/done").exists()
-
-    @property
-    def text(self):
-        return (self.place / "log").read_text(errors="replace")
-
-    @property
-    def error(self):
-        """The line of the log that says most, and the log's path."""
+    def read(self):
+        """Read the log and the hook's notes."""
+        self.text = (self.place / "log").read_text(errors="replace")
+        files = sorted(self.place.glob("notes/*.jsonl"))
+        self.notes = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        self.steps = max([note["step"] for note in self.of("exit")], default=0)
+        self.good = self.status == 0 and (self.folder / "metrics.csv").exists()
         lines = [line.strip() for line in self.text.splitlines() if line.strip()] or ["no output"]
         said = [line for line in lines if "rror: " in line and "torch.distributed" not in line]
-        return f"{(said or lines)[-1][:300]} (log: {self.place / 'log'})"
-
-    @property
-    def good(self):
-        return self.status == 0 and (self.folder / "metrics.csv").exists()
-
-    @cached_property
-    def notes(self):
-        files = sorted(self.place.glob("notes/*.jsonl"))
-        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        self.error = f"{(said or lines)[-1][:300]} (log: {self.place / 'log'})"
 
     def of(self, event):
         """Return the notes of an event."""
         return [note for note in self.notes if note["event"] == event]
-
-    @property
-    def steps(self):
-        """The number of optimizer steps that this run took."""
-        return max([note["step"] for note in self.of("exit")], default=0)
 
     @property
     def results(self):

@@ -45,7 +45,7 @@ class Hook:
         self.folder, what = os.environ.get("VERIFY_DIR"), os.environ.get("VERIFY_DO", "")
         self.action, self.plain = what.split(":"), what == "plain"
         self.rank, self.step, self.depth = int(os.environ.get("RANK", -1)), 0, 0
-        self.counts, self.optimizers, self.taken, self.saved = {}, {}, {}, set()
+        self.counts, self.optimizers, self.loaders, self.saved = {}, {}, [], set()
         self.clean = None  # the generators as they last were seeded, or used for data
         if self.folder:
             signal.alarm(int(os.environ.get("VERIFY_LIMIT", 0)))  # it may hang in any way
@@ -158,7 +158,13 @@ class Hook:
     def iterate(self, original, loader):
         """Note what a loader is going to read, and count what is taken."""
         self.counts.clear()
-        facts, number = {"grad": torch.is_grad_enabled()}, len(self.taken)
+        facts = {
+            "step": self.step,
+            "last": self.step,
+            "batches": 0,
+            "grad": torch.is_grad_enabled(),
+        }
+        self.loaders.append(facts)
         if isinstance(loader.dataset, torch.utils.data.IterableDataset):
             facts["unlisted"] = "an IterableDataset decides what is read"
         else:
@@ -168,20 +174,19 @@ class Hook:
                     facts |= self.listed(loader)
                 except Exception as error:  # a sampler can need what only an epoch gives
                     facts["unlisted"] = f"{type(loader.sampler).__name__}: {error!r}"
-        self.note("loader", number=number, **facts)
         if self.plain:
             loader.num_workers = loader.timeout = 0
         elif loader.num_workers and loader.multiprocessing_context is None:
             loader.multiprocessing_context = "fork"  # otherwise its workers are not watched
-        loader.verified, self.taken[number] = True, [0, self.step]
-        return self.counted(original(loader), self.taken[number])
+        loader.verified = True
+        return self.counted(original(loader), facts)
 
-    def counted(self, iterator, taken):
+    def counted(self, iterator, facts):
         for batch in iterator:
-            taken[0] += 1
+            facts["batches"] += 1
             self.clean = self.generators() if self.plain else None
             yield batch
-            taken[1] = self.step
+            facts["last"] = self.step
 
     def listed(self, loader):
         """Return the indices that a loader is going to read, without a change to its sampler."""
@@ -203,9 +208,10 @@ class Hook:
                 raise ValueError("it has no end")
         for generator, state in states:
             generator.set_state(state)
+        facts = {"batch": batch, "id": id(dataset), "len": len(dataset)}
         while isinstance(dataset, data.Subset):  # the indices in the set inside
             indices, dataset = [int(dataset.indices[i]) for i in indices], dataset.dataset
-        return {"indices": indices, "of": len(dataset), "batch": batch}
+        return facts | {"indices": indices, "of": len(dataset)}
 
     def watch(self, dataset):
         """Watch the reads of a data set, and of those that it is made of."""
@@ -287,9 +293,12 @@ class Hook:
             time.sleep(1)
 
     def finish(self):
-        """Note how many batches each loader gave, and the GPUs; not in a loader's worker."""
+        """Note what the loaders have read, and the GPUs; not in a loader's worker."""
         if self.process == os.getpid():
-            self.note("exit", taken=self.taken, gpus=torch.cuda.device_count())
+            for facts in self.loaders:
+                once = facts["batches"] == 1 and facts["grad"]  # its last batch was its first
+                self.note("loader", train=once or facts["last"] > facts["step"], **facts)
+            self.note("exit", gpus=torch.cuda.device_count())
             self.process = None
 
 
