@@ -6,6 +6,7 @@
 A client's ranks have its folder, variables, output and arguments. The ranks end when one fails or the client is gone.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -65,7 +66,8 @@ def answer(connection: socket.socket, number: int) -> None:
     for pid in left:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    connection.send(str(abs(status)).encode())
+    with contextlib.suppress(BrokenPipeError):  # the client is gone
+        connection.send(str(abs(status)).encode())
 
 
 def free_port(port: int) -> int:

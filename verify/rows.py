@@ -235,7 +235,8 @@ class Checks:
         renamed = {(note["rank"], note["path"]): note["target"] for note in run.of("rename")}
         for note in run.of("save"):
             path = renamed.get((note["rank"], note["path"]), note["path"])
-            writes[path, note["rank"], path == note["path"]] += 1
+            if Path(path).is_relative_to(run.folder):
+                writes[path, note["rank"], path == note["path"]] += 1
         for (path, rank, in_place), times in writes.items():
             if files.setdefault(path, rank) != rank:
                 raise Fail(f"ranks {files[path]} and {rank} write {path}")

@@ -146,7 +146,9 @@ class Hook:
         return original(outputs, value, *args, **named)
 
     def save(self, original, value, file, *args, **named):
-        self.saved.add(path := os.path.abspath(str(getattr(file, "name", file))))
+        is_path = isinstance(file, (str, os.PathLike))  # a Path has a name, too
+        path = os.path.abspath(file if is_path else str(getattr(file, "name", file)))
+        self.saved.add(path)
         self.note("save", path=path)
         return original(value, file, *args, **named)
 
@@ -310,6 +312,7 @@ def around(original, function):
         return function(original, *args, **named)
 
     wrapped.verified = True
+    torch.jit.ignore(wrapped)  # torch.jit.script calls it, and does not compile it
     return wrapped
 
 
