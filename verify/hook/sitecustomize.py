@@ -146,7 +146,8 @@ class Hook:
         return original(outputs, value, *args, **named)
 
     def save(self, original, value, file, *args, **named):
-        self.saved.add(path := os.path.abspath(str(getattr(file, "name", file))))
+        name = file if isinstance(file, os.PathLike) else getattr(file, "name", file)
+        self.saved.add(path := os.path.abspath(str(name)))
         self.note("save", path=path)
         return original(value, file, *args, **named)
 
