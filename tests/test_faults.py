@@ -3,6 +3,8 @@
 The ranks are forked from a process that has imported torch: see harness/forked.py.
 """
 
+import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,6 +73,16 @@ def test_each_row_has_a_fault() -> None:
     """There are 30 faults and 20 right programs or more, and each row has a fault to find."""
     assert len(FAULTS) >= 30 and len(RIGHT) >= 20
     assert {named(path, "row") for path in FAULTS} == set(verify.ROWS)
+
+
+def test_page_has_what_is_tested() -> None:
+    """Each diff in docs/your-data.md is part of the patch that is linked before it, and each right program is there."""
+    page = (ROOT / "docs" / "your-data.md").read_text()
+    assert {path.name for path in RIGHT} <= set(re.findall(r"tests/right/([\w-]+\.patch)", page))
+    for before, after in itertools.pairwise(page.split("```diff\n")):
+        *_, name = re.findall(r"tests/right/([\w-]+\.patch)\)", before)
+        shown = after.partition("```")[0].splitlines()
+        assert set(shown) <= set((ROOT / "tests" / "right" / name).read_text().splitlines()), name
 
 
 @pytest.mark.parametrize("name", NEW_FORM)
