@@ -3,6 +3,8 @@
 The ranks are forked from a process that has imported torch: see harness/forked.py.
 """
 
+import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ ORDINARY = (
     "score-without-a-loss",
     "one-cycle",
 )  # the others: weekly
+STARTED = ("vocabulary-of-a-set",)  # not forked: forked processes have one order of all sets
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -51,9 +54,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def check(server: str, folder: Path, example: str, rows: list[str]) -> dict[str, verify.Row]:
-    """Return the verdicts of verify's rows about a copy of an example."""
+    """Return the verdicts of verify's rows about a copy of an example; no server: as its users start it."""
     launcher = "1 train.py --processes {n}" if example == "ddp_spawn" else "{n} train.py"
-    return {row.name: row for row in verify.check(folder, rows, f"{server} {launcher}", tell=print)}
+    launcher = f"{server} {launcher}" if server else None
+    return {row.name: row for row in verify.check(folder, rows, launcher, tell=print)}
 
 
 def patched(path: Path, tmp_path: Path) -> tuple[str, Path]:
@@ -71,6 +75,16 @@ def test_each_row_has_a_fault() -> None:
     assert {named(path, "row") for path in FAULTS} == set(verify.ROWS)
 
 
+def test_page_has_what_is_tested() -> None:
+    """Each diff in docs/your-data.md is part of the patch that is linked before it, and each right program is there."""
+    page = (ROOT / "docs" / "your-data.md").read_text()
+    assert {path.name for path in RIGHT} <= set(re.findall(r"tests/right/([\w-]+\.patch)", page))
+    for before, after in itertools.pairwise(page.split("```diff\n")):
+        *_, name = re.findall(r"tests/right/([\w-]+\.patch)\)", before)
+        shown = after.partition("```")[0].splitlines()
+        assert set(shown) <= set((ROOT / "tests" / "right" / name).read_text().splitlines()), name
+
+
 @pytest.mark.parametrize("name", NEW_FORM)
 def test_all_rows(name: str, server: str, tmp_path: Path) -> None:
     """All rows pass the examples as they are: ok, or not checked since a flag is missing."""
@@ -86,6 +100,7 @@ def test_all_rows(name: str, server: str, tmp_path: Path) -> None:
 def test_found(path: Path, server: str, tmp_path: Path) -> None:
     """The row that a mistake names finds it; it is no mistake that ends train.py in its first run."""
     example, folder = patched(path, tmp_path)
+    server = "" if path.stem in STARTED else server
     found = check(server, folder, example, [named(path, "row")])[named(path, "row")]
     assert found.verdict == "FAIL" and "in the first run" not in found.text, found
 
