@@ -124,7 +124,8 @@ def recomputed(output: Path, dataset: str, data_dir: str) -> tuple[float, float]
     weights = read_model(output)
     if "fc2.bias" in weights:
         test_set = data.load(dataset, data_dir)[1]
-        images, labels = test_set[list(range(len(test_set)))]
+        read = getattr(test_set, "__getitems__", None) or getattr(test_set, "__getitem__")  # noqa: B009
+        images, labels = read(list(range(len(test_set))))
     else:
         weights = as_convnet(weights)
         images, labels = numpy_test_set(dataset, data_dir)

@@ -481,7 +481,8 @@ def _predict_convnet(run: Run, dataset: str, data_dir: str) -> Predictions:
 
     test_set = data.load(dataset, _in(run.example, data_dir))[1]
     model, dtype = _with_weights(ConvNet(), run, f"is not of the ConvNet in common/models.py. {OWN_MODEL}")
-    logits = _compute(model, (test_set[part][0].to(dtype) for part in _parts(len(test_set))))
+    read = getattr(test_set, "__getitems__", None) or getattr(test_set, "__getitem__")  # noqa: B009
+    logits = _compute(model, (read(part)[0].to(dtype) for part in _parts(len(test_set))))
     pixels = test_set.images.squeeze(-1).numpy()
     return Predictions(dataset, _names(dataset, logits.shape[1]), test_set.labels.numpy(), logits, pixels.__getitem__)
 

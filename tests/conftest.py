@@ -23,10 +23,6 @@ from harness.runs import Reference  # noqa: E402
 from harness.sessions import in_ci  # noqa: E402
 from lab import Lab, Wanted, why_not  # noqa: E402
 
-# The tests compute with the models and data of plumbing/common, which most examples carry as common/.
-sys.path.insert(0, str(ROOT / "plumbing"))
-importlib.import_module("common")  # pytest puts the root before it
-
 # A shell lets what it starts with `&` ignore SIGINT, and so would everything that these tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -52,6 +48,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--folder", type=Path, help="where a copy of the one example lies (default: this repository)")
     parser.addoption("--references", type=Path, help="the folder where harness.reference has left reference runs")
     parser.addoption("--matrix", action="store_true", help="run nothing: print which session runs what")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have tests of an example with plumbing/ import the `common` that it carries."""
+    if config.getoption("example") and set(config.getoption("example")) <= set(OLD_FORM):
+        sys.path.insert(0, str(ROOT / "plumbing"))
+        importlib.import_module("common")  # now, since pytest puts the root before it later
 
 
 def part_of(path: Path) -> str:

@@ -189,6 +189,17 @@ def test_disk_full(example: str, folder: Path) -> None:
     assert (folder / "output" / "checkpoint.pt").read_bytes() == before
 
 
+@longrun
+def test_loss_that_is_not_finite(example: str, folder: Path) -> None:
+    """A run whose weights are no longer numbers ends with one line, and saves nothing after that."""
+    runs.train(example, folder, 2, "--epochs", 1, "--limit-steps", 2)
+    before = content(folder / "output")
+    run = runs.start(example, folder, 2, "--epochs", 2, "--limit-steps", 2, "--resume", "--lr", "1e30").wait()
+    assert_last_line(run, LAUNCHERS[example].status_after_bad_input, "not finite", "nothing is saved")
+    after = content(folder / "output")
+    assert [after[name] == before[name] for name in ("checkpoint.pt", "metrics.csv", "model.pt")] == [True] * 3
+
+
 # How one process trains that no launcher has started.
 SPAWNED = "store = train.dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
 ALONE = {name: "train.main(train.parse_args())" for name in NEW_FORM}

@@ -131,6 +131,7 @@ def test_bad_settings(example: str, folder: Path) -> None:
     refusals.assert_refused(run, 1, "nested.json", "stagee")
 
 
+@pytest.mark.runs("weekly")
 def test_without_a_launcher(example: str, folder: Path) -> None:
     """Started as a plain script, it names the command, and looks for no MPI; fp64 and no such stage are refused."""
     run = runs.Run(["python", "train.py"], folder).wait()
@@ -165,6 +166,7 @@ def test_bf16_with_accumulation(example: str, folder: Path) -> None:
     assert sum(weight.numel() for weight in weights.values()) == 1_199_882
 
 
+@pytest.mark.runs("weekly")
 def test_offload_without_a_compiler(example: str, folder: Path, bare: dict[str, Any]) -> None:
     """Where the op cannot be compiled, one line says what to install or to build before."""
     run = runs.start(example, folder, 2, "--deepspeed_config", "ds_config_offload.json", **bare).wait()

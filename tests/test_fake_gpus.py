@@ -76,7 +76,7 @@ def assert_clean(example: str, record: Path, run: runs.Run) -> None:
 
 
 # What is of the launcher runs on the CPU, too; slurm/test_fake_gpus_jobs.py has torchrun_multinode's ordinary test.
-@pytest.mark.runs("weekly", "accelerate", "deepspeed", "lightning", "torchrun_multinode")
+@pytest.mark.runs("weekly", "accelerate", "deepspeed", "lightning", "lora", "torchrun_multinode")
 def test_trains(example: str, folder: Path, reference: Reference, built: Path, tmp_path: Path) -> None:
     """It trains in mixed precision as on the CPU."""
     words, record = ARGUMENTS.get(example, USUAL).split(), tmp_path / "record"

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from common import data
-from common.models import TinyGPT
+from common import data, models
 from harness import edits, outputs, readme, refusals, runs, samples
 from harness.runs import Reference
 from tests import held_memory
@@ -38,7 +37,7 @@ def plain_training() -> tuple[dict[str, torch.Tensor], list[float], list[float]]
     tokens, _ = data.markov_tokens(6800)
     train_set, test_set = data.Tokens(tokens[:-680], 32), data.Tokens(tokens[-680:], 32)
     torch.set_num_threads(1)
-    model = TinyGPT(context=32, width=64).double()
+    model = models.TinyGPT(context=32, width=64).double()
     with torch.no_grad():
         for number, (name, weight) in enumerate(model.named_parameters()):
             generator = torch.Generator().manual_seed(number)
@@ -129,7 +128,7 @@ def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -
 def test_metrics_and_sample(example: str, folder: Path, reference: Reference) -> None:
     """The test loss in metrics.csv is that of model.pt, computed here; sample.py writes what the model has learnt."""
     shape = json.loads((reference.output / "model.json").read_text())
-    model = TinyGPT(**shape)
+    model = models.TinyGPT(**shape)
     model.load_state_dict(outputs.read_model(reference.output))
     tokens, entropy = data.markov_tokens(60_000)
     test_set = data.Tokens(tokens[54_000:], 64)
@@ -170,7 +169,7 @@ def test_stopped_and_continued_on_another_mesh(example: str, folder: Path) -> No
     speed = rows[1]["tokens_per_second"]
     assert rows[1]["samples_per_second"] * rows[1]["seconds"] == pytest.approx(23 * 8)
     assert speed == pytest.approx(32 * rows[1]["samples_per_second"])
-    products = sum(weight.numel() for weight in TinyGPT(context=32, width=64).parameters()) - 32 * 64
+    products = sum(weight.numel() for weight in models.TinyGPT(context=32, width=64).parameters()) - 32 * 64
     operations = 6 * products + 12 * 2 * 64 * 32  # per token; two layers, width 64, context 32
     share = speed * operations / 2 / 0.001e12
     assert f"{speed:6.0f} tokens/s, {share:.1%} of peak | " in run.stdout, run.stdout
@@ -239,6 +238,7 @@ def test_replicas(example: str, folder: Path, tensor_parallel: int) -> None:
     assert [row["test_loss"] for row in rows] == pytest.approx(test_losses, rel=1e-9)
 
 
+@pytest.mark.runs("weekly")
 def test_refused(example: str, folder: Path) -> None:
     """Each argument that does not fit the others, and each text that cannot be used, is refused with one line."""
     texts = {
@@ -279,7 +279,7 @@ def test_share_of_memory(example: str, folder: Path) -> None:
     """Each process holds its share of weights, gradients and Adam's state, to 5 %, on each mesh."""
     held_memory.plant(folder, "        optimizer.step()", "note_optimizer(optimizer)")
     words = ["--tokens", 4000, "--epochs", 1]
-    size = sum(weight.nbytes for weight in TinyGPT(context=64).parameters()) / 1e6
+    size = sum(weight.nbytes for weight in models.TinyGPT(context=64).parameters()) / 1e6
     for processes, tensor_parallel in MESHES.values():
         output = f"{processes}-{tensor_parallel}"
         runs.train(example, folder, processes, *words, "--tensor-parallel", tensor_parallel, "--output-dir", output)

@@ -86,6 +86,7 @@ def test_wrong_tasks(example: str, folder: Path) -> None:
     assert "2 processes on " in gpus and "which has 1 GPUs" in gpus and run.status == 2
 
 
+@pytest.mark.runs("weekly")
 def test_worker_terminated(example: str, folder: Path) -> None:
     """SIGTERM to one process ends the run: Lightning's own handler, which waits for the others, is not in place."""
     run = runs.start(example, folder, 2, "--epochs", 1000)
@@ -95,6 +96,7 @@ def test_worker_terminated(example: str, folder: Path) -> None:
     assert run.status == 1 and "process 1 ended with SIGTERM" in run.stderr, run.stderr
 
 
+@pytest.mark.runs("weekly")
 def test_on_a_terminal(example: str, folder: Path, reference: Reference) -> None:
     """Lightning's progress bar is drawn on a terminal only, and the lines of the contract are there as well."""
     ours, theirs = pty.openpty()

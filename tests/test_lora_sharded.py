@@ -35,6 +35,7 @@ CASES = {
 }
 
 
+@pytest.mark.runs("weekly")
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.runs("weekly")] * ("full, fp64" not in case)) for case in CASES]
 )

@@ -1,12 +1,14 @@
-"""common/: the models, the data sets, and what is promised of them."""
+"""common/: the model, the data sets, and how a DataLoader reads them."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, Subset
 
 from common import data
-from common.models import ConvNet, TinyGPT
+from common.models import ConvNet
 
 
 def test_convnet() -> None:
@@ -18,35 +20,16 @@ def test_convnet() -> None:
     assert torch.equal(model.train()(images), model.eval()(images))
 
 
-def test_tinygpt() -> None:
-    """Logits at a position depend on that token and the ones before it; the embedding is tied; limits are kept."""
-    model = TinyGPT()
-    assert 300_000 < sum(p.numel() for p in model.parameters()) < 600_000
-    assert model.head.weight is model.token.weight
-    tokens = torch.randint(256, (2, 128), generator=torch.Generator().manual_seed(0))
-    changed = tokens.clone()
-    changed[:, 50] = (changed[:, 50] + 1) % 256
-    with torch.no_grad():
-        before, after = model(tokens), model(changed)
-    assert before.shape == (2, 128, 256)
-    assert torch.allclose(before[:, :50], after[:, :50], atol=1e-5)
-    assert (before[:, 50:] - after[:, 50:]).abs().amax(dim=(0, 2)).min() > 1e-4
-    with pytest.raises(ValueError, match="129 tokens"):
-        model(torch.zeros(1, 129, dtype=torch.long))
-    with pytest.raises(ValueError, match="multiple"):
-        TinyGPT(width=100, heads=3)
-
-
 def test_digits() -> None:
     """All 1,797 images of the source, each class as often as there; a list of indices gives a normalised batch."""
     train_set, test_set = data.load("digits")
     assert (len(train_set), len(test_set)) == (1438, 359)
     counts = torch.bincount(train_set.labels) + torch.bincount(test_set.labels)
     assert counts.tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
-    images, labels = train_set[[5, 3, 1000]]
+    images, labels = train_set.__getitems__([5, 3, 1000])
     assert images.shape == (3, 1, 28, 28) and images.dtype == torch.float32
     assert labels.tolist() == [train_set.labels[i].item() for i in (5, 3, 1000)] and labels.dtype == torch.int64
-    assert torch.equal(images[1:2], train_set[[3]][0])
+    assert torch.equal(images[1], train_set[3][0])
     black, white = (0 - 0.1307) / 0.3081, (1 - 0.1307) / 0.3081
     assert images.min().item() == pytest.approx(black) and black < images.max().item() <= white + 1e-6
 
@@ -56,32 +39,34 @@ def test_synthetic() -> None:
     train_set, test_set = data.load("synthetic", size=600)
     assert (len(train_set), len(test_set)) == (600, 100)
     assert torch.equal(train_set.images, data.load("synthetic", size=600)[0].images)
-    images, labels = train_set[list(range(600))]
+    images, labels = train_set.__getitems__(list(range(600)))
     means = torch.stack([images[labels == label].mean(0) for label in range(10)])
-    images, labels = test_set[list(range(100))]
+    images, labels = test_set.__getitems__(list(range(100)))
     assert torch.equal(torch.cdist(images.flatten(1), means.flatten(1)).argmin(1), labels)
+    with pytest.raises(data.DataError, match="unknown data set 'cifar': choose from digits, mnist"):
+        data.load("cifar")
 
 
-def test_text_tokens(tmp_path: Path) -> None:
-    """Any language: tokens are the bytes, windows do not overlap, and targets are the inputs moved on by one."""
-    text = "नमस्ते दुनिया, hello world. " * 20
-    (tmp_path / "text").write_text(text, encoding="utf-8")
-    tokens = data.text_tokens(str(tmp_path / "text"))
-    assert bytes(tokens.tolist()).decode("utf-8") == text
-    windows = data.Tokens(tokens, 64)
-    assert len(windows) == (len(tokens) - 1) // 64
-    inputs, targets = windows[[0, 1]]
-    assert inputs.shape == targets.shape == (2, 64) and inputs.dtype == torch.int64
-    assert torch.equal(inputs.flatten(), tokens[:128].long())
-    assert torch.equal(targets.flatten(), tokens[1:129].long())
+def test_loader() -> None:
+    """DataLoader reads whole batches, also of a part of a set; data.collate joins the samples of any other data set."""
+    train_set, _ = data.load("digits")
+    part = Subset(train_set, range(0, 1438, 3))
+    batches = list(DataLoader(part, 64, collate_fn=data.collate))
+    assert [len(labels) for _, labels in batches] == [64] * 7 + [32]
+    assert torch.equal(torch.cat([labels for _, labels in batches]), train_set.labels[::3])
+    one, other = train_set[7], train_set[8]
+    images, labels = next(iter(DataLoader([one, other], 2, collate_fn=data.collate)))
+    assert torch.equal(images, torch.stack([one[0], other[0]])) and labels.tolist() == [one[1], other[1]]
 
 
-def test_markov_entropy() -> None:
-    """The entropy it names is that of the tokens: their own bigram statistics give the same figure."""
-    tokens, entropy = data.markov_tokens(1_000_000)
-    assert torch.equal(tokens[:1000], data.markov_tokens(1_000_000)[0][:1000])
-    pairs = torch.bincount(tokens[:-1].long() * 32 + tokens[1:].long(), minlength=32 * 32).view(32, 32).double()
-    conditional = pairs / pairs.sum(1, keepdim=True)
-    measured = -(pairs / pairs.sum() * conditional.clamp_min(1e-12).log()).sum().item()
-    assert measured == pytest.approx(entropy, rel=0.003)
-    assert 0.5 < entropy < 0.8 * torch.tensor(32.0).log().item()
+def test_keras_file(tmp_path: Path) -> None:
+    """Keras's mnist.npz is read where MNIST's own files are not there; another kind of .npz is refused."""
+    images = np.arange(20 * 28 * 28).reshape(20, 28, 28).astype("uint8")
+    labels = np.arange(20) % 10
+    np.savez(tmp_path / "mnist.npz", x_train=images, y_train=labels, x_test=images[:5], y_test=labels[:5])
+    train_set, test_set = data.load("mnist", str(tmp_path))
+    assert (len(train_set), len(test_set)) == (20, 5) and train_set[3][1] == 3
+    assert torch.equal(train_set.images.squeeze(-1), torch.from_numpy(images))
+    np.savez(tmp_path / "mnist.npz", a=images)
+    with pytest.raises(data.DataError, match=r"mnist.npz cannot be read .*: remove them, then run: python -m common"):
+        data.load("mnist", str(tmp_path))

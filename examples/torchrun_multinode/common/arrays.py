@@ -30,6 +30,7 @@ def load_arrays(name: str, data_dir: str) -> list[tuple[np.ndarray, np.ndarray]]
     folders = [Path(data_dir, FOLDERS[name], "raw"), Path(data_dir, FOLDERS[name]), Path(data_dir)]
     folder = next((folder for folder in folders if find(folder, "train-images-idx3")), None)
     keras = Path(data_dir, "mnist.npz")
+    command = f"python -m common.data {name} --data-dir {data_dir}"
     try:
         if folder:
             parts = [[read_idx(folder, f"{part}-{kind}") for kind in ("images-idx3", "labels-idx1")]
@@ -38,11 +39,10 @@ def load_arrays(name: str, data_dir: str) -> list[tuple[np.ndarray, np.ndarray]]
             with np.load(keras) as file:
                 parts = [[file[f"{kind}_{part}"] for kind in "xy"] for part in ("train", "test")]
         else:
-            command = f"python -m common.data {name} --data-dir {data_dir}"
             raise DataError(f"no {name} in {folders[0]}: where there is internet, run: {command}")
     except DAMAGED as error:
         wrong = f"the files of {name} in {folder or keras} cannot be read ({error!r})"
-        raise DataError(f"{wrong}: remove them, and copy or download them again") from error
+        raise DataError(f"{wrong}: remove them, then run: {command}") from error
     for images, labels in parts:
         if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1] or labels.max() > 9:
             raise DataError(f"the images and labels in {folder or keras} do not belong together")

@@ -1,0 +1,99 @@
+"""verify/ finds the mistakes in tests/faults, each by the row that its patch names, and has no FAIL for tests/right.
+
+The ranks are forked from a process that has imported torch: see harness/forked.py.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import verify
+from harness.launchers import NEW_FORM, ROOT, copy_example
+
+FAULTS = sorted(ROOT.glob("tests/faults/*.patch"))
+RIGHT = sorted(ROOT.glob("tests/right/*.patch"))
+ORDINARY = (
+    "gan",
+    "texts-as-dicts",
+    "augmentation-in-workers",
+    "score-without-a-loss",
+    "one-cycle",
+)  # the others: weekly
+pytestmark = pytest.mark.timeout(900)
+
+
+def named(path: Path, name: str) -> str:
+    """Return what a patch says about itself: the example that it changes, or the row that has to find it."""
+    return next(line.partition(": ")[2] for line in path.read_text().splitlines() if line.startswith(f"{name}: "))
+
+
+def first_of_each_row() -> set[Path]:
+    return {path for row in verify.ROWS for path in [p for p in FAULTS if named(p, "row") == row][:1]}
+
+
+def parameters(paths: list[Path], ordinary: set[Path]) -> list:
+    """Return pytest's parameters for patches: those that are not ordinary are weekly."""
+    return [pytest.param(p, id=p.stem, marks=[] if p in ordinary else [pytest.mark.weekly]) for p in paths]
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The command of a client of harness/forked.py."""
+    path = tmp_path_factory.mktemp("s") / "s"
+    words = [sys.executable, str(ROOT / "harness" / "forked.py"), str(path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        yield " ".join(words)
+        process.kill()
+
+
+def check(server: str, folder: Path, example: str, rows: list[str]) -> dict[str, verify.Row]:
+    """Return the verdicts of verify's rows about a copy of an example."""
+    launcher = "1 train.py --processes {n}" if example == "ddp_spawn" else "{n} train.py"
+    return {row.name: row for row in verify.check(folder, rows, f"{server} {launcher}", tell=print)}
+
+
+def patched(path: Path, tmp_path: Path) -> tuple[str, Path]:
+    """Return the example that a patch changes, and a copy of its folder with that change."""
+    example = named(path, "example")
+    folder = copy_example(ROOT / "examples" / example, tmp_path / example)
+    run = subprocess.run(["patch", "-p1", "-i", str(path)], cwd=folder, capture_output=True, text=True)
+    assert run.returncode == 0 and "fuzz" not in run.stdout, run.stdout + run.stderr
+    return example, folder
+
+
+def test_each_row_has_a_fault() -> None:
+    """There are 30 faults and 20 right programs or more, and each row has a fault to find."""
+    assert len(FAULTS) >= 30 and len(RIGHT) >= 20
+    assert {named(path, "row") for path in FAULTS} == set(verify.ROWS)
+
+
+@pytest.mark.parametrize("name", NEW_FORM)
+def test_all_rows(name: str, server: str, tmp_path: Path) -> None:
+    """All rows pass the examples as they are: ok, or not checked since a flag is missing."""
+    folder = copy_example(ROOT / "examples" / name, tmp_path / name)
+    rows = check(server, folder, name, [])
+    assert set(rows) == set(verify.ROWS)
+    # Nothing in the ConvNet or the digits draws random numbers.
+    missing = {"random", *(["accumulation"] if name == "ddp_spawn" else [])}
+    assert {row for row in rows if rows[row].verdict != "ok"} <= missing, rows
+
+
+@pytest.mark.parametrize("path", parameters(FAULTS, first_of_each_row()))
+def test_found(path: Path, server: str, tmp_path: Path) -> None:
+    """The row that a mistake names finds it; it is no mistake that ends train.py in its first run."""
+    example, folder = patched(path, tmp_path)
+    found = check(server, folder, example, [named(path, "row")])[named(path, "row")]
+    assert found.verdict == "FAIL" and "in the first run" not in found.text, found
+
+
+@pytest.mark.parametrize("path", parameters(RIGHT, {path for path in RIGHT if path.stem in ORDINARY}))
+def test_right(path: Path, server: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """A right program has no FAIL: of two rows for the ordinary ones, of all in the weekly tests."""
+    example, folder = patched(path, tmp_path)
+    rows = ["processes", "killed"] if path.stem in ORDINARY else []
+    found = check(server, folder, example, rows)
+    assert found and not [row for row in found.values() if row.verdict == "FAIL"], found
