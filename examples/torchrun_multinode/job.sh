@@ -130,7 +130,7 @@ wait_for() {
 
 # In a task: run $@. SLURM's signals do not reach it: they make the file that stops train.py.
 until_asked_to_stop() {
-    (trap "" USR1 TERM; "$@") &
+    (trap "" USR1; "$@") &       # some sites' reach all processes
     wait_for "$!"
     exit "$status"
 }

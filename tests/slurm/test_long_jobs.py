@@ -3,28 +3,32 @@
 A file lets each of them wait where an epoch begins, so that nothing depends on how long an epoch takes.
 """
 
+import os
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from harness import outputs
 from harness.jobs import (
+    CPUS,
     EPOCHS,
+    GPUS,
+    NODES,
     Job,
-    assert_failed,
+    assert_completed,
+    hand_over,
     held,
     hold,
     kill_worker,
+    on_this_machine_only,
     submit,
     two_processes,
 )
-from harness.launchers import LAUNCHERS, ROOT
-from harness.processes import seldom, wait_until
-from harness.runs import Reference
-from lab import Lab, faults
+from harness.launchers import LAUNCHERS, ROOT, copy_example
+from harness.processes import ASK_SLURM, seldom, wait_until
+from lab import Lab, Wanted, faults
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("longrun")]
 EDITED = "echo 'the edited program'\nexit 3\n"
@@ -48,28 +52,22 @@ def wait_for_start(job: Job, number: int) -> None:
     assert job.log.count(first_line) == number, f"{job.shown}\n{job.log}"
 
 
-def continue_by_hand(job: Job, *options: str) -> Job:
-    """Continue a job in a new one, as README.md and the log say, where sbatch passes no environment on."""
-    if not (job.folder / ".venv").exists():
-        (job.folder / ".venv").symlink_to(sys.prefix)
-    line = f"sbatch run.slurm --output-dir output/{job.id}"
-    assert line.replace(job.id, "1234") in (ROOT / "examples" / job.name / "README.md").read_text()
-    return submit(job.lab, job.name, job.folder, options=options, line=line, SBATCH_EXPORT="NONE")
+FEW = ("--limit-steps", "2")  # in each epoch
 
 
-def test_stopped_and_killed(
-    example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]
-) -> None:
+def test_stopped_and_continued(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A job is stopped near its time limit and preempted; it goes on after the step at which it has stopped.
 
     It runs the program that was submitted. Then a user makes the file `stop`: the job ends well, and is not requeued.
-    Another job continues it, and loses a worker: where torchrun starts it, all go on from the checkpoint, and elsewhere
-    the job fails within a minute and is continued once more. The end has the bits of an undisturbed job.
+    Another job continues it, as README.md says, where sbatch passes no environment on. With torchrun it loses a worker:
+    all start once more, from the checkpoint. The end has the bits of an undisturbed job.
     """
     recovers, at_a_step = LAUNCHERS[example].job_recovers, LAUNCHERS[example].stops_at_a_step
+    options = two_processes(source)
+    undisturbed = submit(lab, example, copy_example(source, tmp_path / "other" / example), *FEW, options=options)
     folder = held(source, tmp_path / example, epoch=1)
     program = {path: path.read_text() for path in folder.rglob("*") if path.suffix in (".py", ".sh", ".slurm")}
-    job = submit(lab, example, folder, options=two_processes(source))
+    job = submit(lab, example, folder, *FEW, options=options)
     job.wait_for_epoch(1)
     edit_all(folder)
     faults.timelimit(lab, job.id)
@@ -91,27 +89,77 @@ def test_stopped_and_killed(
 
     for path, text in program.items():
         path.write_text(text)
-    hold(folder, 4)
-    again = continue_by_hand(job, "--nodes=1", "--cpus-per-task=2")
-    again.wait_for_line(f"continuing after epoch {3 if at_a_step else 4} of {EPOCHS}")
-    if at_a_step:
-        wait_until(lambda: "epoch  4/" in again.log, 300, "the end of epoch 4")
-    since = time.time()
-    kill_worker(again)
+    hold(folder, 4 if recovers else None)
+    line = f"sbatch run.slurm --output-dir output/{job.id}"
+    assert line.replace(job.id, "1234") in (ROOT / "examples" / example / "README.md").read_text()
+    (folder / ".venv").symlink_to(sys.prefix)
+    options = ("--nodes=1", "--cpus-per-task=2")
+    again = submit(lab, example, folder, *FEW, options=options, line=line, SBATCH_EXPORT="NONE")
     if recovers:
+        again.wait_for_epoch(4)
+        kill_worker(again)
         wait_for_start(again, 2)
-    else:
-        assert_failed(again, since, output=job.output.name)
-    hold(folder, None)
-    if not recovers:
-        again = continue_by_hand(job, "--cpus-per-task=2")
+        hold(folder, None)
     assert again.wait().shown["JobState"] == "COMPLETED", again.log
-    outputs.assert_same_run(job.output, two_process_job().output)
+    assert undisturbed.wait().shown["JobState"] == "COMPLETED", undisturbed.log
+    outputs.assert_same_run(job.output, undisturbed.output)
 
     run = outputs.read_run(job.output)
-    each = run["stops"][-1]["step"] // EPOCHS  # steps of an epoch
-    stops = [each + 1, 2 * each + 1, 3 * each + 1] if at_a_step else [2 * each, 3 * each, 4 * each]
-    assert [stop["step"] for stop in run["stops"]] == [*stops, EPOCHS * each], run["stops"]
-    assert [start["step"] for start in run["starts"]] == [0, *stops, 4 * each], run[
-        "starts"
-    ]  # the last: after the kill
+    stops = [3, 5, 7] if at_a_step else [4, 6, 8]  # two steps an epoch
+    assert [stop["step"] for stop in run["stops"]] == [*stops, 2 * EPOCHS], run["stops"]
+    assert [start["step"] for start in run["starts"]] == [0, *stops, *[8] * recovers], run["starts"]
+
+
+PARTITIONS = [
+    "PreemptType=preempt/partition_prio",
+    "PreemptMode=REQUEUE",
+    "PartitionName=low Nodes=ALL PriorityTier=1 GraceTime=120",
+    "PartitionName=high Nodes=ALL PriorityTier=9",
+]
+
+
+@pytest.fixture
+def badly_named(tmp_path: Path) -> Iterator[Lab]:
+    """A lab of its own, with preemption, and with nodes that resolve their own name to a loopback address."""
+    hosts = {f"node{number}": {f"node{number}": "127.0.1.1"} for number in range(1, NODES + 1)}
+    shared = on_this_machine_only(tmp_path.parent, Path(sys.prefix))
+    wanted = Wanted(NODES, CPUS, GPUS, name=f"names{os.getpid()}", share=shared, hosts=hosts, conf=PARTITIONS)
+    with Lab(wanted) as lab:
+        assert lab.run(["getent", "ahostsv4", "node2"], node="node2").stdout.startswith("127.0.1.1")
+        yield lab
+
+
+@pytest.mark.waits
+@pytest.mark.only("torchrun_multinode")
+def test_preempted_and_cut_off(badly_named: Lab, example: str, source: Path, tmp_path: Path) -> None:
+    """SLURM preempts a job for a more important one: SIGTERM, an agreed step, the job's own requeue, continuation.
+
+    Then a node is cut off the network: SLURM requeues the job, which continues when the node is back. The names of the
+    nodes are loopback addresses on these first, and are not known anywhere at the end.
+    """
+    lab = badly_named
+    folder = held(source, tmp_path / example, epoch=1)
+    job = submit(lab, example, folder, *FEW, options=("--partition=low", *two_processes(source)))
+    job.wait_for_epoch(1)
+    words = ["sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--wrap=true"]
+    (tmp_path / "urgent").mkdir()
+    urgent = lab.run(words, cwd=hand_over(tmp_path / "urgent")).stdout.strip()
+    job.wait_for_line(f"run.slurm: requeueing job {job.id}")
+    hold(folder, 2)
+    wait_for_start(job, 2)
+    assert lab.job(urgent)["JobState"] == "COMPLETED" and job.shown["Restarts"] == "1"
+    job.wait_for_epoch(2)
+
+    faults.cut(lab, "node2")
+    wait_until(lambda: job.shown["JobState"] != "RUNNING", 300, "the end of the job that lost a node", ASK_SLURM)
+    assert not job.ended, f"{job.shown}\n{job.log}"
+    for node in lab.nodes:
+        faults.unresolve(lab, node)
+    assert lab.run(["getent", "ahostsv4", "node1"], node="node1").returncode != 0
+    hold(folder, None)
+    faults.heal(lab, "node2")
+    assert_completed(job, EPOCHS, processes=2)
+    assert job.shown["Restarts"] == "2" and job.log.count("requeueing") == 1, job.log
+    # Told to stop like a preempted job, it may take one more step when the node is back: soon enough to save it.
+    first, preempted, lost = (start["step"] for start in outputs.read_run(job.output)["starts"])
+    assert (first, preempted) == (0, 3) and lost in (4, 5)

@@ -1,175 +1,240 @@
-"""What run.slurm itself promises, shown with a train.py that only waits: no torch is imported, so these are quick."""
+"""What run.slurm and job.sh promise, shown with a train.py that only waits: it is quick, since it imports no torch."""
 
+import json
+import os
 import re
-import shutil
-import subprocess
-import sys
+import signal
+import time
 import venv
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from harness import edits
 from harness.jobs import (
+    SETTINGS,
     STUB,
     Job,
     array_of_three,
-    by_torchrun,
-    header,
+    assert_failed,
+    assert_refused,
+    hand_over,
     stub,
     submit,
-    wait_for_start,
 )
-from harness.launchers import HOROVOD, LAUNCHERS
+from harness.processes import ASK_SLURM, command_lines, wait_until
 from lab import Lab, faults
 
-pytestmark = [pytest.mark.slurm, pytest.mark.only("plumbing"), pytest.mark.runs("one")]
+pytestmark = pytest.mark.slurm
 
 
+@pytest.mark.only("longrun", "accelerate")
 def test_job_array(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """In an array of 3 one task is requeued near its time limit: the finished and the running one are left alone."""
     array_of_three(lab, stub(source, tmp_path / example))
 
 
-@pytest.mark.runs("weekly")
-def test_program_of_its_start(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """A requeued job runs what it was submitted with, though each file is edited; a new one what is there then.
+def wait_for_stubs(job: Job, number: int) -> None:
+    """Wait until so many stubs have said in a job's log that they run."""
+    wait_until(lambda: job.log.count("started [") >= number or job.ended, 300, f"{number} processes of job {job.id}")
+    assert job.log.count("started [") == number, f"{job.shown}\n{job.log}"
 
-    Beside the copy all is found that is beside train.py, and paths are relative to the folder as ever. An editor's lock
-    is left out. A job that finds a folder of its id, here made before it, is refused.
+
+def stubs(job: Job) -> list[int]:
+    """Return the ids of the processes of a job that are the stub, and not one that starts them."""
+    lines = {pid: "".join(command_lines([pid])) for pid in job.processes()}
+    return [pid for pid, line in lines.items() if re.match(r"\S*python\S* (-u )?output/\S*/train\.py ", line)]
+
+
+SAVES_NOTHING, changes = re.subn(r"    for name in .*\n.*touch\(\)\n|.*mkdir\(.*\n", "", STUB)
+assert changes == 2, STUB
+
+
+@pytest.mark.only("ddp_spawn")
+def test_not_requeued(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """A cancelled job is not requeued, nor is one that has saved nothing, nor one that a site does not requeue.
+
+    The last two do not end with status 0, and one line says what to do.
     """
-    folder = stub(source, tmp_path / example, USES_OTHERS + STUB)
-    files = [folder / name for name in ("extra.py", "settings.json", "package/__init__.py", "package/part.py")]
-    (folder / "package").mkdir()
-    (folder / "large").mkdir()
-    (folder / "large" / "file").write_text("large")
-    (folder / "package" / ".#part.py").symlink_to("me@login1.4242:1700000000")
-    for file in files:
-        file.write_text("VALUE = 1" if file.suffix == ".py" else "1")
-    git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@example.org"]
-    for words in ("init --quiet", "add --all", "commit --quiet --message=first"):
-        subprocess.run([*git, *words.split()], check=True, timeout=300)
-    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, timeout=300, capture_output=True, text=True).stdout
-    (folder / "package" / "part.py").write_text("VALUE = 1  # not committed")
-    job = submit(lab, example, folder)
-    wait_for_start(folder, job.id)
-    for file in files:
-        file.write_text("VALUE = 2" if file.suffix == ".py" else "2")
-    edits.edit(folder / "train.py", "import os, sys, time", "sys.exit('the edited program')")
-    faults.requeue(lab, job.id)
-    wait_for_start(folder, job.id, starts=2)
-    code = f"output/{job.id}/code-{job.id}"
-    (line,) = re.findall(
-        rf"^run.slurm: running {code}, as it first started; changed since.*:(.*)$", job.log, re.MULTILINE
-    )
-    assert {*line.split()} == {"train.py", *(str(file.relative_to(folder)) for file in files)}
-    (job.output / "finish").touch()
-    assert job.wait().shown["JobState"] == "COMPLETED", job.log
-    commit = (folder / code / ".commit").read_text()
-    assert commit in (f"{head.strip()}-dirty\n", "")  # "": git refuses a folder that another user owns
-
-    later = submit(lab, example, folder, OUTPUT_DIR=f"output/{job.id}").wait()
-    assert later.shown["JobState"] == "FAILED" and "AssertionError" in later.log, later.log
-
-    again = folder / "output" / str(int(later.id) + 1)
-    shutil.copytree(job.output, again, symlinks=True)
-    refused = submit(lab, example, folder).wait()
-    assert again == refused.output and refused.shown["JobState"] == "FAILED", refused.log
-    assert f"run.slurm: error: output/{refused.id} is of another run with the id {refused.id}: move" in refused.log
-    assert "started" not in refused.log
+    cancelled = submit(lab, example, stub(source, tmp_path / "cancelled" / example))
+    folder = stub(source, tmp_path / "nothing" / example, SAVES_NOTHING)
+    (folder / "output" / "old").mkdir(parents=True)
+    (folder / "output" / "old" / "checkpoint.pt").touch()  # of an earlier job
+    nothing = submit(lab, example, folder, "--output-dir=output/old")
+    refused = submit(lab, example, stub(source, tmp_path / "refused" / example), options=("--no-requeue",))
+    for job in cancelled, nothing, refused:
+        wait_for_stubs(job, 1)
+    cancelled.cancel()
+    for job in nothing, refused:
+        faults.timelimit(lab, job.id)
+    assert cancelled.shown["JobState"] == "CANCELLED", cancelled.shown
+    assert_refused(nothing, "no new checkpoint, so the job is not requeued: raise --time")
+    assert_refused(refused, f"to continue: sbatch run.slurm --output-dir output/{refused.id}")
+    assert [job.shown["Restarts"] for job in (cancelled, nothing, refused)] == ["0"] * 3
+    assert "requeueing" not in cancelled.log + nothing.log and "error: the job failed" not in cancelled.log
 
 
-USES_OTHERS = """
-import json
+# Asked to stop, it saves for as long as there is no file `saved`. Continued, it ends at once.
+SLOW = """
+import os, sys
+if "SLURM_RESTART_COUNT" in os.environ:
+    sys.exit(print("continued"))
+"""
+RENAME = '            (output / "stop").rename('
+assert STUB.count(RENAME) == 1, STUB
+SLOW += STUB.replace(
+    RENAME,
+    f"""            while not (output / "saved").exists():
+                time.sleep(0.1)
+{RENAME}""",
+)
+
+
+@pytest.mark.waits
+@pytest.mark.only("ddp_spawn")
+def test_whole_notice(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """SLURM's own signal comes before the time limit. The time until 20 s before the end is for a save, all of it.
+
+    One that needs most of it is waited for. With one that does not end the job is requeued then, and not before.
+    """
+    options = ("--time=2", "--signal=B:USR1@120")
+    folders = [stub(source, tmp_path / name / example, SLOW) for name in ("slow", "endless")]
+    slow, endless = jobs = [submit(lab, example, folder, options=options) for folder in folders]
+    for job in jobs:
+        wait_until((job.output / "stop").exists, 150, "SLURM's signal", ASK_SLURM)
+    ends = {job.id: datetime.fromisoformat(job.shown["EndTime"]).timestamp() for job in jobs}
+    wait_until(lambda: time.time() > ends[slow.id] - 45, 120, "45 s before the end")
+    assert slow.shown["Restarts"] == "0" and "requeueing" not in slow.log
+    (slow.output / "saved").touch()
+    slow.wait_for_line("requeueing")
+    endless.wait_for_line("requeueing")
+    assert time.time() >= ends[endless.id] - 21
+    for job in jobs:
+        shown = job.wait().shown
+        assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), f"{shown}\n{job.log}"
+        assert job.log.count("requeueing") == 1 and "continued" in job.log, job.log
+
+
+@pytest.mark.only("torchrun_multinode")
+def test_killed(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """Of run.slurm's processes torchrun starts all again when one is killed, once; of srun.slurm's nobody does.
+
+    Then the job fails within a minute. Before that, srun.slurm's job is stopped near its time limit and requeued.
+    """
+    job = submit(lab, example, stub(source, tmp_path / "torchrun" / example))
+    by_srun = submit(lab, example, stub(source, tmp_path / "srun" / example), line="sbatch srun.slurm")
+    wait_for_stubs(by_srun, 4)
+    faults.timelimit(lab, by_srun.id)
+    wait_for_stubs(job, 4)
+    os.kill(stubs(job)[-1], signal.SIGKILL)
+    wait_for_stubs(job, 8)
+    wait_for_stubs(by_srun, 8)
+    for one in job, by_srun:
+        assert len(stubs(one)) == 4
+        since = time.time()
+        os.kill(stubs(one)[-1], signal.SIGKILL)
+        assert_failed(one, since)
+    assert (job.shown["Restarts"], by_srun.shown["Restarts"]) == ("0", "1")
+
+
+# The variables of another job, in whose shell one may be submitted, and a site's defaults.
+FOREIGN = {"SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPU_BIND": "quiet,mask_cpu:0x1"}
+FOREIGN |= {"SLURM_CPU_BIND_LIST": "0x1", "SLURM_CPU_BIND_TYPE": "mask_cpu:", "SLURM_GPUS": "7"}
+FOREIGN |= {"SLURM_GPUS_PER_NODE": "7", "SLURM_GPUS_ON_NODE": "7", "SLURM_GRES": "gpu:7", "SLURM_TIMELIMIT": "1"}
+FOREIGN |= {"SLURM_MEM_PER_CPU": "10", "SLURM_MEM_PER_NODE": "20", "SRUN_EXPORT_ENV": "NONE", "code": "output/code-1"}
+SHOW = """
+import json, os, sys
 from pathlib import Path
 
-import extra, package
+import models.net
 from package import part
 
-values = [extra.VALUE, package.VALUE, part.VALUE, json.loads((Path(__file__).parent / "settings.json").read_text())]
-assert values == [1] * 4, values
-assert (Path(__file__).parent / "large" / "file").read_text() == Path("large/file").read_text() == "large"
+settings = json.loads((Path(__file__).parent / "settings.json").read_text())
+print(json.dumps({"values": [models.net.VALUE, part.VALUE, settings], "env": dict(os.environ)}) + "\\n", end="")
 """
 
 
-REFUSED = {  # what is changed in run.slurm, options of sbatch, variables, what the line says
-    "cores by GPU": ((r"^#SBATCH --cpus-per-task=.*\n", ""), (), {}, ["--cpus-per-task", "--cpus-per-gpu"]),
-    "no environment": (("^$", ""), (), {"VENV": "no-such-folder"}, ["no-such-folder/bin/python", "set VENV"]),
-    "empty environment": (("^$", ""), (), {"VENV": "../../empty"}, ["/empty cannot run train.py (", "README.md"]),
-    "no apptainer": (
-        (r"(type -P|\|\| echo) (apptainer|singularity)", r"\1 no-\2"),
+@pytest.mark.only("torchrun_multinode")
+def test_surroundings(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """What another job has left in the environment has no effect, and a user's OMP_NUM_THREADS has.
+
+    Requeued, the job runs its copy of the program: scripts, packages, folders without __init__.py and settings, from a
+    folder whose name has a space. A node with GPUs of which the job uses none is named in one line.
+    """
+    folder = stub(source, tmp_path / "my projét" / example, SHOW + STUB)
+    files = [folder / name for name in ("models/net.py", "package/__init__.py", "package/part.py", "settings.json")]
+    for value in ("1", "2"):
+        for file in files:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(f"VALUE = {value}\n" if file.suffix == ".py" else value)
+        if value == "1":
+            (folder / "package" / ".#part.py").symlink_to("me@login1.4242:1700000000")  # an editor's lock
+            (tmp_path / "nvidia0").touch()
+            edits.edit(folder / "job.sh", "-e /dev/nvidia0", f"-e {tmp_path}/nvidia0")
+            job = submit(lab, example, folder, OMP_NUM_THREADS="3", **FOREIGN)
+            wait_for_stubs(job, 4)
+    faults.requeue(lab, job.id)
+    wait_for_stubs(job, 8)
+    (job.output / "finish").touch()
+    assert job.wait().shown["JobState"] == "COMPLETED", job.log
+    shown = [json.loads(line) for line in job.log.splitlines() if line.startswith("{")]
+    assert [one["values"] for one in shown] == [[1, 1, 1]] * 8
+    for one in shown:
+        assert one["env"]["OMP_NUM_THREADS"] == "3"
+        assert not [name for name, value in FOREIGN.items() if one["env"].get(name) == value], one["env"]
+    assert job.log.count("run.slurm: this node has GPUs and the job uses none") == 2, job.log
+
+
+REFUSED = {  # the example, its script, what is changed in it, options of sbatch, variables, what the line says
+    "cores": ("ddp_spawn", "run", (r"^#SBATCH --cpus-per-task=.*\n", ""), (), {}, ["--cpus-per-task"]),
+    "no environment": ("ddp_spawn", "run", ("^$", ""), (), {"VENV": "no-folder"}, ["no-folder/bin/python", "set VENV"]),
+    "link": (
+        "ddp_spawn",
+        "run",
+        ("^$", ""),
         (),
-        {"IMAGE": "a.sif"},
-        ["a.sif cannot run train.py (", "exec: no-apptainer: not found", "container.def"],
+        {"VENV": "../../link"},
+        ["/link/bin/python", "which is a link to /gone/python3"],
     ),
-    "no pyxis": (("^$", ""), (), {"IMAGE": "pyxis:a.sqsh"}, ["srun has no --container-image", "no pyxis"]),
-    "two nodes": (("^$", ""), ("--nodes=2",), {}, ["2 tasks on 2 nodes", "--nodes=1 --ntasks-per-node=1"]),
-    "two tasks": (("^$", ""), ("--ntasks-per-node=2",), {}, ["4 tasks on 2 nodes", "#SBATCH --ntasks-per-node=1"]),
-    "launcher": (("^$", ""), (), {"LAUNCH": "ssh"}, ["no LAUNCH=ssh", "mpi, the default, or gloo"]),
-    "other tasks": (("^$", ""), ("--ntasks=3",), {"LAUNCH": "gloo"}, ["equally many tasks", "--ntasks-per-node"]),
-    "no server": (("RendezvousServer", "NoServer"), (), {"LAUNCH": "gloo"}, ["rendezvous server does not start"]),
-    "GPUs in all": (("^$", ""), ("--gpus=2",), {}, ["--gpus-per-node", "--gpus may differ"]),
-    "slices of GPUs": (
-        ("^prepare ", r"export CUDA_VISIBLE_DEVICES=MIG-1,MIG-2\nprepare "),
-        ("--gpus-per-node=2",),
+    "empty": ("ddp_spawn", "run", ("^$", ""), (), {"VENV": "../../empty"}, ["cannot run train.py (it has no torch)"]),
+    "two nodes": ("ddp_spawn", "run", ("^$", ""), ("--nodes=2",), {}, ["--nodes=1 --ntasks-per-node=1"]),
+    "parts": ("ddp_spawn", "run", ("^$", ""), ("--nodes=1", ":", "--nodes=1"), {}, ["a heterogeneous job"]),
+    "two tasks": ("torchrun_multinode", "run", ("^$", ""), ("--ntasks-per-node=2",), {}, ["--ntasks-per-node=1"]),
+    "other GPUs": (
+        "torchrun_multinode",
+        "srun",
+        ("^$", ""),
+        ("--gpus-per-node=1",),
         {},
-        ["slices of GPUs (MIG) cannot train", "one slice with --nodes=1"],
+        ["each node has 1 GPUs: --ntasks-per-node has to be 1, too"],
     ),
 }
 
 
+@pytest.mark.only("longrun")
 def test_refused(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A job that cannot work as it was submitted ends at once with one line, before any process starts."""
-    jobs: dict[str, tuple[Job, list[str]]] = {}
+    jobs: list[tuple[Job, Sequence[str]]] = []
     venv.create(tmp_path / "empty")
-    for number, (fault, ((old, new), options, variables, texts)) in enumerate(REFUSED.items()):
-        if fault == "two nodes" and header(source, "nodes") > 1:
-            continue
-        if fault == "two tasks" and not by_torchrun(source):  # it is torchrun that starts a node's processes
-            continue
-        if fault == "GPUs in all" and (header(source, "nodes") == 1 or not LAUNCHERS[example].gpus):
-            continue
-        if fault == "slices of GPUs" and not LAUNCHERS[example].gpus:
-            continue
-        if "LAUNCH" in variables and example not in HOROVOD:
-            continue
-        folder = stub(source, tmp_path / str(number) / example)
-        for script in [folder / "run.slurm", *folder.glob("plumbing/*.sh")]:
-            script.write_text(re.sub(old, new, script.read_text(), flags=re.MULTILINE))
-        jobs[fault] = submit(lab, example, folder, options=options, **variables), texts
-    for fault, (job, texts) in jobs.items():
-        assert job.wait().shown["JobState"] == "FAILED", fault
-        errors = [line for line in job.log.splitlines() if "error" in line]
-        assert len(errors) == 1 and errors[0].startswith("run.slurm: error:"), job.log
-        assert all(text in errors[0] for text in texts) and "started" not in job.log, job.log
-
-
-@pytest.mark.runs("weekly")
-def test_other_sites(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """SLURM_EXPORT_ENV=NONE, a conda environment without bin/activate, a folder with a space in its name: all work.
-
-    So does a SLURM before 21.08, which does not tell the number of GPUs: only the list of them. So does a job with
-    memory by the node that was submitted inside another one, a task of an array with memory by the core and a GPU.
-    """
-    folder = stub(source, tmp_path / "my project" / example)
-    (tmp_path / "conda" / "bin").mkdir(parents=True)
-    for program in ("python", "torchrun"):
-        link = tmp_path / "conda" / "bin" / program
-        link.write_text(f'#!/bin/sh\nexec "{sys.prefix}/bin/{program}" "$@"\n')
-        link.chmod(0o755)
-    gpus = LAUNCHERS[example].gpus
-    if gpus:
-        edits.edit(folder / "run.slurm", "\nprepare ", "\nunset SLURM_GPUS_ON_NODE\nprepare ")
-    nodes, tasks = header(folder, "nodes"), header(folder, "ntasks-per-node")
-    options = ("--mem=500", "--export=ALL,SLURM_EXPORT_ENV=NONE", *["--gpus-per-node=2"] * gpus)
-    variables = {"VENV": "../../conda", "SLURM_MEM_PER_CPU": "100", "SLURM_GPUS": "1"}
-    variables |= {"SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "2"}
-    job = submit(lab, example, folder, "--epochs", "7", options=options, **variables)
-    job.wait_for_line("started [")
-    wait_for_start(folder, job.id)
-    (job.output / "finish").touch()
-    assert job.wait().shown["JobState"] == "COMPLETED", job.log
-    count = nodes * tasks * (2 if by_torchrun(folder) else 1)
-    assert job.log.count("started [") == count and "'--epochs', '7'" in job.log
-    if "--processes" in (folder / "run.slurm").read_text():  # train.py starts them
-        assert "'--processes', '2'" in job.log
+    (tmp_path / "link" / "bin").mkdir(parents=True)
+    (tmp_path / "link" / "bin" / "python").symlink_to("/gone/python3")
+    for fault, (name, script, (old, new), options, variables, texts) in REFUSED.items():
+        if name == example:
+            folder = stub(source, tmp_path / fault / example)
+            path = folder / f"{script}.slurm"
+            path.write_text(re.sub(old, new, path.read_text(), flags=re.MULTILINE))
+            line = f"sbatch {script}.slurm"
+            jobs.append((submit(lab, example, folder, options=options, line=line, **variables), texts))
+    for job, texts in jobs:
+        assert_refused(job, *texts)
+        assert "started" not in job.log and job.log.count("error") == 1, job.log
+    folder = hand_over(stub(source, tmp_path / "login" / example))
+    done = lab.run(["salloc", "--nodes=1", "bash", "run.slurm"], cwd=folder, env=SETTINGS)  # a shell on the login node
+    line = "run.slurm: error: submit it from its own folder: sbatch run.slurm\n"
+    assert done.returncode != 0 and line in done.stderr and done.stderr.count("error") == 1, done.stderr
+    (tmp_path / "elsewhere").mkdir()
+    words = ["sbatch", "--parsable", str(folder / "run.slurm")]
+    done = lab.run(words, cwd=hand_over(tmp_path / "elsewhere"))
+    assert_refused(Job(lab, example, tmp_path / "elsewhere", done.stdout.strip()), "submit it from its own folder")
