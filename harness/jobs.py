@@ -150,13 +150,6 @@ def submit(
     return Job(lab, name, folder, done.stdout.strip())
 
 
-def submit_four(lab: Lab, name: str, folder: Path, *arguments: str) -> Job:
-    """Submit run.slurm for 4 processes of 2 threads: on 2 nodes, or on one where train.py starts them itself."""
-    if header(folder, "nodes") > 1:
-        return submit(lab, name, folder, *arguments)
-    return submit(lab, name, folder, "--processes", "4", *arguments, options=("--cpus-per-task=8",))
-
-
 def header(folder: Path, option: str) -> int:
     """Return the number that run.slurm's header gives to an option."""
     value = re.search(rf"^#SBATCH --{option}=(\d+)", (folder / "run.slurm").read_text(), re.MULTILINE)
@@ -226,12 +219,6 @@ def assert_completed(job: Job, epochs: int, processes: int | None = None) -> Non
 def kill_worker(job: Job) -> None:
     """Send SIGKILL to one of a job's workers."""
     os.kill(max(workers(job.processes())), signal.SIGKILL)
-
-
-def starters(job: Job) -> list[int]:
-    """Return the ids of a job's processes that have a framework loaded and have started others that have."""
-    parents = with_framework(job.processes())
-    return sorted(parents.keys() & set(parents.values()))
 
 
 def assert_failed(job: Job, since: float, seconds: float = 60, output: str = "") -> None:

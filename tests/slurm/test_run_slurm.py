@@ -152,7 +152,9 @@ import models.net
 from package import part
 
 settings = json.loads((Path(__file__).parent / "settings.json").read_text())
-print(json.dumps({"values": [models.net.VALUE, part.VALUE, settings], "env": dict(os.environ)}) + "\\n", end="")
+shown = {"values": [models.net.VALUE, part.VALUE, settings], "variables": dict(os.environ)}
+name = "-".join(os.environ.get(name, "0") for name in ("SLURM_RESTART_COUNT", "RANK"))
+Path(sys.argv[sys.argv.index("--output-dir") + 1], f"{name}.json").write_text(json.dumps(shown))
 """
 
 
@@ -179,11 +181,11 @@ def test_surroundings(example: str, source: Path, lab: Lab, tmp_path: Path) -> N
     wait_for_stubs(job, 8)
     (job.output / "finish").touch()
     assert job.wait().shown["JobState"] == "COMPLETED", job.log
-    shown = [json.loads(line) for line in job.log.splitlines() if line.startswith("{")]
+    shown = [json.loads(file.read_text()) for file in job.output.glob("*.json")]
     assert [one["values"] for one in shown] == [[1, 1, 1]] * 8
-    for one in shown:
-        assert one["env"]["OMP_NUM_THREADS"] == "3"
-        assert not [name for name, value in FOREIGN.items() if one["env"].get(name) == value], one["env"]
+    for variables in (one["variables"] for one in shown):
+        assert variables["OMP_NUM_THREADS"] == "3"
+        assert not [name for name, value in FOREIGN.items() if variables.get(name) == value], variables
     assert job.log.count("run.slurm: this node has GPUs and the job uses none") == 2, job.log
 
 
