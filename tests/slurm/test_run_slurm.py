@@ -175,7 +175,7 @@ def test_surroundings(example: str, source: Path, lab: Lab, tmp_path: Path) -> N
             (folder / "package" / ".#part.py").symlink_to("me@login1.4242:1700000000")  # an editor's lock
             (tmp_path / "nvidia0").touch()
             edits.edit(folder / "job.sh", "-e /dev/nvidia0", f"-e {tmp_path}/nvidia0")
-            job = submit(lab, example, folder, OMP_NUM_THREADS="3", **FOREIGN)
+            job = submit(lab, example, folder, **{"OMP_NUM_THREADS": "3"} | FOREIGN)  # type: ignore[arg-type]
             wait_for_stubs(job, 4)
     faults.requeue(lab, job.id)
     wait_for_stubs(job, 8)
