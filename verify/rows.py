@@ -379,7 +379,9 @@ def check(folder, rows=(), launcher=None, flags=(), tell=lambda line: None):
     program, failed = Program(folder, launcher, [*flags], tell), False
     checks, names = Checks(program), [name for name in ROWS if name in (rows or ROWS)]
     program.left = 1 + sum(ROWS[name][1] for name in names)
-    tell(f"{program.launcher} {' '.join(program.base)}: about {program.left} runs")
+    tell(
+        f"{' '.join(program.launcher.split())} {' '.join(program.base)}: about {program.left} runs"
+    )
     for name in names:
         try:
             verdict, text = "ok", ROWS[name][2](checks)
