@@ -14,7 +14,7 @@ from pathlib import Path
 
 from harness import edits, outputs
 from harness.launchers import EPOCH, LAUNCHERS, OLD_FORM, copy_example
-from harness.processes import ASK_SLURM, find_processes, seldom, wait_until, with_framework, workers
+from harness.processes import ASK_SLURM, find_processes, seldom, wait_until, workers
 from lab import Lab, Wanted, faults
 from lab.config import find_account
 
@@ -148,6 +148,13 @@ def submit(
     done = lab.run(sbatch(line, options, arguments), cwd=hand_over(folder, lab), env=SETTINGS | variables)
     assert done.returncode == 0, done.stderr
     return Job(lab, name, folder, done.stdout.strip())
+
+
+def submit_four(lab: Lab, name: str, folder: Path, *arguments: str) -> Job:
+    """Submit run.slurm for 4 processes of 2 threads: on 2 nodes, or on one where train.py starts them itself."""
+    if header(folder, "nodes") > 1:
+        return submit(lab, name, folder, *arguments)
+    return submit(lab, name, folder, "--processes", "4", *arguments, options=("--cpus-per-task=8",))
 
 
 def header(folder: Path, option: str) -> int:
