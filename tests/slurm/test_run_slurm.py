@@ -9,6 +9,7 @@ import venv
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,7 +141,11 @@ def test_killed(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
 
 
 # The variables of another job, in whose shell one may be submitted, and a site's defaults.
-FOREIGN = {"SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPU_BIND": "quiet,mask_cpu:0x1"}
+FOREIGN: dict[str, Any] = {
+    "SLURM_ARRAY_JOB_ID": "1",
+    "SLURM_ARRAY_TASK_ID": "2",
+    "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+}
 FOREIGN |= {"SLURM_CPU_BIND_LIST": "0x1", "SLURM_CPU_BIND_TYPE": "mask_cpu:", "SLURM_GPUS": "7"}
 FOREIGN |= {"SLURM_GPUS_PER_NODE": "7", "SLURM_GPUS_ON_NODE": "7", "SLURM_GRES": "gpu:7", "SLURM_TIMELIMIT": "1"}
 FOREIGN |= {"SLURM_MEM_PER_CPU": "10", "SLURM_MEM_PER_NODE": "20", "SRUN_EXPORT_ENV": "NONE", "code": "output/code-1"}
