@@ -259,7 +259,7 @@ def test_started_again(example: str, folder: Path, reference: Reference) -> None
     """SIGKILL to one process: torchrun starts all of them again, with run.slurm's variables, to the same bits."""
     words = re.findall(r"^ *export ((?:\w+=\w+ ?)+) *(?:#.*)?$", (folder / "run.slurm").read_text(), re.MULTILINE)
     variables = dict(word.split("=") for word in " ".join(words).split())
-    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in variables
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in variables
     edits.hold_epochs(folder, LAUNCHERS[example])
     (folder / edits.HOLD).write_text("2")
     command = "torchrun --standalone --nproc-per-node=2 --max-restarts=1 train.py --resume"
