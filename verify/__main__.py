@@ -3,53 +3,26 @@
 import argparse
 import sys
 import time
+from pathlib import Path
 
-from verify import LAUNCHERS, ROWS, Refused, check
+from verify import LAUNCHERS, ROWS, check
 
-
-def matrix():
-    """Return a table in Markdown: which rows there are for which launcher."""
-    lines = [["row", "", *LAUNCHERS], ["---"] * (2 + len(LAUNCHERS))]
-    for name, (what, *_) in ROWS.items():
-        cells = ["no" if name in without else "yes" for *_, without in LAUNCHERS.values()]
-        lines.append([f"`{name}`", what, *cells])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def main():
-    """Read the command line, check, and print the table; the status is 1 if a row failed."""
-    words = [*sys.argv[1:], "--"]
-    end = words.index("--")
-    parser = argparse.ArgumentParser(prog="verify", description=__doc__)
-    parser.add_argument("folder", nargs="?", help="the folder with train.py")
-    launchers = f"{', '.join(LAUNCHERS)}, or a command in which {{n}} is the number of processes"
-    parser.add_argument("--launcher", help=launchers)
-    parser.add_argument("--rows", nargs="+", default=(), metavar="ROW", help=", ".join(ROWS))
-    parser.add_argument("--matrix", action="store_true", help="print which launcher has which rows")
-    args = parser.parse_args(words[:end])
-    if args.matrix:
-        return print(matrix(), end="")
-    if not args.folder:
-        parser.error("which folder?")
-    began, verdicts = time.monotonic(), []
-
-    def tell(line):
-        print(f"      ({time.monotonic() - began:.0f} s) {line}", file=sys.stderr, flush=True)
-
-    try:
-        for name, verdict, text in check(
-            args.folder, args.rows, args.launcher, words[end + 1 : -1], tell
-        ):
-            text = text.replace("\n", "\n" + " " * 13)
-            print(f"{verdict:12} {name} ({ROWS[name][0]}): {text}", flush=True)
-            verdicts.append(verdict)
-    except Refused as error:
-        print(f"verify: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    counts = [f"{verdicts.count(one)} {one}" for one in dict.fromkeys(verdicts)]
-    print(f"\n{', '.join(counts)} in {(time.monotonic() - began) / 60:.1f} minutes")
-    sys.exit("FAIL" in verdicts)
-
-
-if __name__ == "__main__":
-    main()
+names = f"{', '.join(LAUNCHERS)}, or a command in which {{n}} is the number of processes"
+parser = argparse.ArgumentParser(prog="verify", description=__doc__)
+parser.add_argument("folder", type=Path, help="the folder with train.py")
+parser.add_argument("--launcher", help=names)
+parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS, help="default: all")
+end = [*sys.argv, "--"].index("--")
+args, flags = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
+if not (args.folder / "train.py").is_file():
+    parser.error(f"{args.folder} has no train.py")
+output = args.folder / "verify-output"
+if output.exists() and not (output / "help").exists():
+    parser.error(f"{output} is not from verify: move it away")
+began, verdicts = time.monotonic(), []
+for _, verdict, text in check(args.folder, args.rows, args.launcher, flags):
+    print(f"{verdict:12}", text.replace("\n", "\n" + " " * 13), flush=True)
+    verdicts.append(verdict)
+counts = [f"{verdicts.count(one)} {one}" for one in dict.fromkeys(verdicts)]
+print(f"\n{', '.join(counts)} in {(time.monotonic() - began) / 60:.1f} minutes")
+sys.exit("FAIL" in verdicts)
