@@ -1,6 +1,7 @@
 """Every shipped run.slurm and minimal.slurm, unmodified, on a real SLURM; with plumbing/, what happens to jobs, too."""
 
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import verify
 from harness import edits, outputs, readme
 from harness.jobs import (
     EPOCHS,
@@ -20,7 +22,7 @@ from harness.jobs import (
     submit,
     two_processes,
 )
-from harness.launchers import HOROVOD, LAUNCHERS, MINIMAL, copy_example
+from harness.launchers import HOROVOD, LAUNCHERS, MINIMAL, ROOT, copy_example
 from harness.processes import wait_until
 from harness.runs import Reference
 from lab import Lab, faults
@@ -49,6 +51,23 @@ def test_srun_job(example: str, source: Path, lab: Lab, tmp_path: Path, shipped_
     assert_completed(job, EPOCHS)
     assert "4 processes on 2 nodes, gloo on cpu, 2 threads each" in job.log, job.log
     outputs.assert_same_run(job.output, shipped_job().output)
+
+
+@pytest.mark.only("torchrun_multinode")
+@pytest.mark.parametrize("rows", [["processes", "ends"], pytest.param(verify.ROWS, marks=pytest.mark.weekly)])
+def test_verify(example: str, source: Path, lab: Lab, tmp_path: Path, rows: list[str]) -> None:
+    """In an allocation of two nodes, verify starts train.py by srun, and its table is the one in its README."""
+    folder = copy_example(source, tmp_path / example)
+    shutil.copytree(ROOT / "verify", folder / "verify")
+    options = ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2", f"--output={example}-%j.out")
+    command = f'exec "$VENV/bin/python" -m verify . --launcher srun --rows {" ".join(rows)}'
+    job = submit(lab, example, folder, options=options, line=f"sbatch --wrap='{command}'").wait(1500)
+    assert job.shown["JobState"] == "COMPLETED", job.log
+    shown = re.search(r"^\| srun \| (.*) \|$", (ROOT / "verify" / "README.md").read_text(), re.MULTILINE)
+    assert shown, "README.md has no row for srun"
+    cells = dict(zip(verify.ROWS, shown[1].split(" | "), strict=True))
+    verdicts = re.findall(r"^(ok|weak|FAIL|not checked) {2,}", job.log, re.MULTILINE)
+    assert verdicts == [{"ok": "ok", "-": "not checked"}[cells[row]] for row in rows], job.log
 
 
 @pytest.mark.only(*MINIMAL)
