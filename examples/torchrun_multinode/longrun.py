@@ -113,14 +113,14 @@ def lock(folder):
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # there are no locks
             return f"cannot write to --output-dir {folder} ({error.strerror}): choose another one"
-    for unfinished in folder.glob("tmp.*"):  # a run was killed while it wrote this file
+    for unfinished in folder.glob(".*.unfinished"):  # a run was killed while it wrote this file
         unfinished.unlink(missing_ok=True)
 
 
 def write(args, name, save):
     """Have rank 0 write a file by save(file), as a whole or not at all; the others wait for it."""
     alive(None)  # a save may take longer than a step
-    path, temporary, error = args.output_dir / name, args.output_dir / f"tmp.{name}", None
+    path, temporary, error = args.output_dir / name, args.output_dir / f".{name}.unfinished", None
     try:
         if rank == 0:
             with open(temporary, "w+b") as file:
