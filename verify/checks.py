@@ -26,7 +26,7 @@ LAUNCHERS = {
     "srun": SRUN,
     "torchrun": "torchrun --standalone --nproc-per-node={n} train.py",
 }
-LIMITS = {"--epochs": 2, "--limit-steps": 8, "--global-batch": 48, "--timeout": 120}
+LIMITS = {"--limit-steps": 8, "--global-batch": 48, "--timeout": 120}
 # A column of metrics.csv is a result if its name has one of these words; others can be times.
 RESULTS = "loss|acc|score|err|perplexity|precision|recall|f1|auc|iou|bleu"
 
@@ -81,24 +81,24 @@ class Run:
         """Results in metrics.csv, by column and epoch, and all tensors in model.pt, by name."""
         import torch
 
-        found, model = {}, self.folder / "model.pt"
+        found = {}
         with open(self.folder / "metrics.csv", newline="") as file:
             for epoch, row in enumerate(csv.DictReader(file), 1):
-                for name in filter(re.compile(RESULTS).search, row):
-                    with contextlib.suppress(ValueError):  # no number
+                for name in filter(re.compile(RESULTS, re.IGNORECASE).search, row):
+                    with contextlib.suppress(TypeError, ValueError):  # no number
                         found[f"{name} of epoch {epoch}"] = float(row[name])
-        for name, value in torch.load(model, "cpu").items() if model.exists() else ():
-            if hasattr(value, "numel") and value.numel():
-                found[f"model.pt {name}"] = value
-        for name, value in found.items():
-            value = torch.as_tensor(value, dtype=torch.complex128)
-            found[name] = torch.view_as_real(value).nan_to_num(9e99)
-        return found
+        with contextlib.suppress(Exception):  # no file, or no dict of tensors
+            weights = torch.load(self.folder / "model.pt", "cpu").items()
+            found |= {f"model.pt {n}": v for n, v in weights if hasattr(v, "numel") and v.numel()}
+        found = {name: torch.as_tensor(v, dtype=torch.complex128) for name, v in found.items()}
+        return {name: torch.view_as_real(v).nan_to_num(9e99) for name, v in found.items()}
 
 
 def apart(one, other):
     """Return by how much results differ relatively (weights: to the largest one), by name."""
     one, other = one.results, other.results
+    if not one:
+        raise Unchecked("there is no number in metrics.csv and no tensor in model.pt")
     weights = [abs(value).max() for name, value in one.items() if name.startswith("model.pt")]
     found = dict.fromkeys(one.keys() ^ other.keys(), math.inf)
     for name in one.keys() & other.keys():
@@ -121,10 +121,11 @@ class Checks:
         run = self.start("help", 1, ["--help"])
         self.help = set(run.text.translate(str.maketrans("[](){},", "       ")).split())
         if any(note["gpus"] == 1 for note in run.of("exit")) and not launcher:
-            self.hidden = {"CUDA_VISIBLE_DEVICES": ""}  # 2 processes need 2 GPUs
+            self.hidden = {"CUDA_VISIBLE_DEVICES": "", "ALLOW_CPU": "1"}  # 2 processes need 2 GPUs
         launcher = launcher or ("spawn" if "--processes" in self.help else "torchrun")
         self.launcher = LAUNCHERS.get(launcher, launcher)
         self.base = [str(x) for pair in LIMITS.items() if pair[0] in self.help for x in pair]
+        self.flags += ["--epochs", "2"] * ("--epochs" in self.help)  # `killed` needs two
         self.precise = next((p for p in ("fp64", "fp32") if {"--precision", p} <= self.help), "")
 
     def train(self, name, processes=2, more=(), **named):
@@ -182,34 +183,38 @@ class Checks:
         if missing := [flag for flag in flags if flag not in self.help]:
             raise Unchecked(f"train.py has no {missing[0]}")
 
-    def plain(self, name="plain", more=(), **named):
+    def plain(self, name="two", more=(), **named):
         """Return a run without randomness, in fp64 if train.py can."""
         more = [*(["--precision", self.precise] * bool(self.precise)), *more]
         return self.run(name, Unchecked, more=more, do="plain", **named)
 
-    def arithmetic(self, one, other, what):
-        """Compare two runs without randomness: they have to compute the same."""
-        doubts = ["random numbers besides dropout's"] * bool(one.of("draws") + other.of("draws"))
-        found = {n: far for n, far in apart(one, other).items() if "num_batches_tracked" not in n}
-        for a, b in zip(readings(one), readings(other), strict=False):
-            if why := unlisted(*a, *b):
-                doubts.append(why)
-            elif sum(note["taken"] for note in a) != sum(note["taken"] for note in b):
-                doubts += ["other samples"] * a[0]["train"]  # test batches can have another size
-                found = {n: found[n] for n in found if "train" in n or "model.pt" in n}
-        if self.precise != "fp64":  # where a gradient is nearly 0, Adam steps by a rounding
-            found = {n: far for n, far in found.items() if "loss" in n}
-        limit, far = 1e-9 if self.precise == "fp64" else 1e-3, max(found.values(), default=0)
-        if far > limit:
-            raise Unchecked(f"{what}: {doubts[0]}") if doubts else Fail(f"{what}: {said(found)}")
-        if self.precise != "fp64":
-            raise Weak(f"{what}: the same to {far:.0e}; small mistakes need --precision fp64")
-        return f"{what}: the same to {far:.0e}"
+    def arithmetic(self, base, *others):
+        """Compare runs without randomness: they have to compute the same."""
+        fp64, texts = self.precise == "fp64", []
+        for run in others:
+            doubts = ["random numbers besides dropout's"] * bool(base.of("draws") + run.of("draws"))
+            found = {n: f for n, f in apart(base, run).items() if "num_batches_tracked" not in n}
+            for a, b in zip(readings(base), readings(run), strict=False):
+                if why := unlisted(*a, *b):
+                    doubts.append(why)
+                elif sum(note["taken"] for note in a) != sum(note["taken"] for note in b):
+                    doubts += ["other samples"] * a[0]["train"]  # test batches can be larger
+                    found = {n: found[n] for n in found if "train" in n or "model.pt" in n}
+            if not fp64:  # where a gradient is nearly 0, Adam steps by a rounding
+                found = {n: far for n, far in found.items() if "loss" in n}
+            what, far = f"runs {base.place.name}, {run.place.name}", max(found.values(), default=0)
+            if far > (1e-9 if fp64 else 1e-3):
+                verdict, why = (Unchecked, doubts[0]) if doubts else (Fail, said(found))
+                raise verdict(f"{what}: {why}")
+            texts.append(f"{what}: the same to {far:.0e}")
+        if not fp64:
+            raise Weak("; ".join([*texts, "small mistakes need --precision fp64"]))
+        return "; ".join(texts)
 
     def seed(self):
         """same seed twice: all that draws is seeded, and no order is that of a set()."""
         if self.noise:
-            verdict = Weak if any(note["cuda"] for note in self.first.of("step")) else Fail
+            verdict = Weak if any(note["gpus"] for note in self.first.of("exit")) else Fail
             raise verdict(f"two runs differ, and so may those below: {said(self.noise)}")
         return "two runs have the same model.pt and metrics"
 
@@ -305,9 +310,8 @@ class Checks:
         depend on the number of processes; all weights are inside DDP; no set() numbers words.
         """
         self.needs("--global-batch")
-        one = self.arithmetic(self.plain(), self.plain("one", processes=1), "2 and 1")
-        three = self.arithmetic(self.plain(), self.plain("three", processes=3), "2 and 3")
-        return f"{one}; {three}"
+        one, three = self.plain("one", processes=1), self.plain("three", processes=3)
+        return self.arithmetic(self.plain(), one, three)
 
     def accumulation(self):
         """half batches, accumulated: the loss is divided by the batches of a step; clip, step and
@@ -320,13 +324,14 @@ class Checks:
             clip = ["--max-grad-norm", str(norms[len(norms) // 2])]  # clips some of the steps
             base = self.plain("clipped", clip)
         run = self.plain("halves", ["--gradient-accumulation-steps", "2", *clip])
-        return self.arithmetic(base, run, f"1 and 2 batches{' with clipping' * bool(clip)}")
+        return self.arithmetic(base, run)
 
-    def act(self, what, epoch=2, rank=1, wait=0, more=()):
+    def act(self, what, epoch=2, rank=1):
         """Return a run in which the hook does something in the middle of epoch 1 or 2."""
-        step, seconds = max(1, self.first.steps * (2 * epoch - 1) // 4), self.first.seconds
-        limit = wait + seconds + max(30, 5 * seconds)
-        run = self.train(what, more=more, do=f"{what}:{step}:{rank}", limit=limit)
+        step, seconds = max(1, self.first.steps * (2 * epoch - 1) // 4), round(self.first.seconds)
+        wait, limit = max(20, seconds), seconds + max(30, 5 * seconds)
+        more = ["--timeout", str(wait)] if "--timeout" in self.help else []
+        run = self.train(what, more=more, do=f"{what}:{step}:{rank}", limit=wait + limit)
         if not (run.place / "notes" / "done").exists():
             raise Unchecked(f"no optimizer of torch.optim came to step {step}: {run.error}")
         return run
@@ -367,13 +372,10 @@ class Checks:
         the training, the process group has a time limit, and each loop calls longrun.alive.
         """
         self.needs("--timeout")
-        wait, statuses = max(10, round(self.first.seconds)), []
-        for what in ("raise", "kill", "hang"):
-            run = self.act(what, wait=wait, more=["--timeout", str(wait)])
-            if not run.status:
-                raise Fail(f"after `{what}` the run has status {run.status} (None: it has no end)")
-            statuses.append(run.status)
-        return "the run ends with status {}, {} and {}".format(*statuses)
+        statuses = {what: self.act(what).status for what in ("raise", "kill", "hang")}
+        if not all(statuses.values()):
+            raise Fail(f"exit status of the run (None: it had no end): {statuses}")
+        return f"exit status of the run: {statuses}"
 
     def bf16(self):
         """bf16 as fp64: losses and counts are added in fp32 or fp64."""
@@ -393,10 +395,7 @@ ROWS += ["killed", "stopped", "ends", "bf16"]
 
 
 def check(folder, rows=ROWS, launcher=None, flags=()):
-    """Check FOLDER/train.py, and yield the name, verdict and text of each row.
-
-    launcher is a name in LAUNCHERS, or a command with {n}; flags go to train.py.
-    """
+    """Check FOLDER/train.py with a launcher and flags; yield each row's name, verdict, text."""
     checks = Checks(Path(folder).resolve(), launcher, [*flags])
     print("      about", len(rows) + 5, "times", *checks.launcher.split(), *checks.base, flush=True)
     for name in (name for name in ROWS if name in rows):

@@ -28,7 +28,7 @@ class Hook:
         self.action, self.plain, self.process = do.split(":"), do == "plain", os.getpid()
         self.rank, self.step = int(os.environ.get("RANK", -1)), 0
         self.loaders, self.saved = [], {}
-        self.clean = None  # the generators as they last were seeded, or used for data
+        self.clean = None  # the generators' states after the last seeding or batch
         functional = torch.nn.functional
         wrap(functional, self.dropout, "dropout", "dropout1d", "dropout2d", "dropout3d")
         wrap(functional, self.dropout, "alpha_dropout", "feature_alpha_dropout")
@@ -49,8 +49,9 @@ class Hook:
         if torch.distributed.is_initialized():
             self.rank = torch.distributed.get_rank()
         facts = {"event": event, "rank": self.rank, "step": self.step} | facts
-        with open(f"{self.folder}/{os.uname().nodename}-{os.getpid()}.jsonl", "a") as file:
-            file.write(json.dumps(facts) + "\n")
+        path = f"{self.folder}/{os.uname().nodename}-{os.getpid()}.jsonl"
+        with open(path, "ab", buffering=0) as file:  # a whole line, even if a signal comes
+            file.write(json.dumps(facts).encode() + b"\n")
 
     def generators(self):
         """Return checksums of the states of Python's, NumPy's and PyTorch's generators."""
@@ -70,37 +71,36 @@ class Hook:
             self.note("draw", where=where, states=moved)
         return result
 
-    def dropout(self, original, input, p=0.5, training=True, inplace=False):
-        if self.plain:
-            return input
-        call = partial(original, input, p, training, inplace)
-        return self.drawing("dropout", call) if training else call()
+    def dropout(self, original, input, *args, **named):
+        call = partial(original, input, *args, **named)
+        return input if self.plain else self.drawing("dropout", call)
 
     def attention(self, original, query, key, value, attn_mask=None, dropout_p=0.0, *rest, **named):
         return original(query, key, value, attn_mask, 0.0, *rest, **named)
 
-    def batch_norm(self, original, input, mean, *args, **named):
-        variance, weight, bias, training, *rest = args
-        if mean is not None and not torch.compiler.is_compiling():
+    def batch_norm(self, original, input, running_mean, running_var, weight=None, bias=None,
+                   training=False, *rest, **named):  # fmt: skip
+        statistics = [running_mean, running_var]
+        if running_mean is not None and not torch.compiler.is_compiling():
             if not training:
-                self.compare("BatchNorm statistics", [mean, variance])
+                self.compare("BatchNorm statistics", statistics)
             training = training and not self.plain
-        return original(input, mean, variance, weight, bias, training, *rest, **named)
+        return original(input, *statistics, weight, bias, training, *rest, **named)
 
-    def seed(self, original, value):
-        result, self.clean = original(value), self.generators()
+    def seed(self, original, seed):
+        result, self.clean = original(seed), self.generators()
         return result
 
-    def save(self, original, value, file, *args, **named):
-        is_path = isinstance(file, (str, os.PathLike))
-        path = os.path.abspath(file if is_path else getattr(file, "name", "memory"))
+    def save(self, original, obj, f, *args, **named):
+        is_path = isinstance(f, (str, os.PathLike))
+        path = os.path.abspath(f if is_path else str(getattr(f, "name", f)))
         self.saved[path] = self.saved.get(path, 0) + 1
-        return original(value, file, *args, **named)
+        return original(obj, f, *args, **named)
 
-    def rename(self, original, source, target, *args, **named):
-        if self.saved.pop(os.path.abspath(source), None):
-            self.note("file", path=os.path.abspath(target), times=1)
-        return original(source, target, *args, **named)
+    def rename(self, original, src, dst, **named):
+        if self.saved.pop(os.path.abspath(src), None):
+            self.note("file", path=os.path.abspath(dst), times=1)
+        return original(src, dst, **named)
 
     def iterate(self, original, loader):
         """Note what a loader is going to read, and count what is taken."""
@@ -156,7 +156,7 @@ class Hook:
         return original(dataset, index)
 
     def compare(self, what, values):
-        """Note checksums of values that all ranks should have, each of at most 50,000 numbers."""
+        """Note checksums of values that all ranks should have; of large ones of a part."""
         sums = []
         for value in values:
             value = value.detach().reshape(-1)[:: max(1, value.numel() // 50_000)].cpu()
@@ -176,7 +176,7 @@ class Hook:
         else:
             self.compare(f"tensors of {type(optimizer).__name__}", values)
             norms = [value.grad.norm().item() for value in values if value.grad is not None]
-            self.note("step", norm=math.hypot(*norms), cuda=values[0].is_cuda)
+            self.note("step", norm=math.hypot(*norms))
         done = f"{self.folder}/done"  # a launcher can start the processes again
         if self.action[1:] == [str(self.step), str(self.rank)] and not os.path.exists(done):
             open(done, "w").close()
@@ -197,6 +197,7 @@ class Hook:
         if self.process == os.getpid():
             for facts in self.loaders:
                 facts.setdefault("train", self.step > facts["step"])
+                facts["taken"] = min(facts["taken"], len(facts.get("indices", ())))
                 self.note("loader", **facts)
             for path, times in self.saved.items():
                 self.note("file", path=path, times=times)
@@ -214,7 +215,7 @@ def wrap(owner, function, *names):
             return function(original, *args, **named)
 
         wrapped.verified = True
-        setattr(owner, name, torch.jit.ignore(wrapped))  # torch.jit.script calls it as it is
+        setattr(owner, name, torch.jit.ignore(wrapped))  # torch.jit.script does not compile it
 
 
 if "VERIFY_DIR" in os.environ and util.find_spec("torch"):
