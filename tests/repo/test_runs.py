@@ -63,8 +63,8 @@ def show(output: Path, *words: str, sacct: str | None = SACCT) -> subprocess.Com
         (programs / "sacct").chmod(0o755)
     path = f"{programs}:/usr/bin:/bin" if sacct else str(programs)
     command = [sys.executable, str(ROOT / "runs" / "show.py"), *words]
-    options = {"cwd": output.parent, "env": os.environ | {"PATH": path}}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+    environment = os.environ | {"PATH": path}
+    return subprocess.run(command, cwd=output.parent, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_tables_and_picture(output: Path) -> None:
