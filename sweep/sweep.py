@@ -127,8 +127,8 @@ def work(args):
     task = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else job
     if not task:
         sys.exit("sweep.py: error: it runs in a job: sbatch --array=1-2 sweep.slurm NAME ...")
-    if not (args.example / "run.slurm").exists():
-        sys.exit(f"sweep.py: error: {args.example} has no run.slurm")
+    if not (args.example / "job.sh").exists():
+        sys.exit(f"sweep.py: error: {args.example} has no run.slurm with its job.sh")
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda number, frame: heard.append(number))
     study = open_study(args)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import readme
 from harness.launchers import ROOT
 
 HEAD = "epoch,train_loss,test_loss,test_accuracy,samples_per_second,seconds,world_size\n"
@@ -55,14 +56,16 @@ def output(tmp_path: Path) -> Path:
 
 
 def show(output: Path, *words: str, sacct: str | None = SACCT) -> subprocess.CompletedProcess[str]:
-    """Run show.py where sacct is this script."""
+    """Run the README's command with these words where sacct is this script."""
     programs = output.parent / "bin"
     programs.mkdir(exist_ok=True)
     if sacct:
         (programs / "sacct").write_text(sacct)
         (programs / "sacct").chmod(0o755)
     path = f"{programs}:/usr/bin:/bin" if sacct else str(programs)
-    command = [sys.executable, str(ROOT / "runs" / "show.py"), *words]
+    changes = {".venv/bin/python show.py": f"{sys.executable} {ROOT / 'runs' / 'show.py'}"}
+    line = readme.command("runs/README.md", ".venv/bin/python show.py ...", changes)
+    command = [*line.split()[:-1], *words]  # without ~/project/output
     environment = os.environ | {"PATH": path}
     return subprocess.run(command, cwd=output.parent, env=environment, capture_output=True, text=True, timeout=300)
 

@@ -1,6 +1,7 @@
 """sweep/sweep.py with a program that trains nothing: pruning, tasks that are killed or stopped, and bad input."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,27 +19,35 @@ from harness.launchers import ROOT
 from harness.processes import end_processes, wait_until
 
 SWEEP = ROOT / "sweep" / "sweep.py"
-# In the place of an example: the loss is --lr in each of three epochs. With 9.0 it waits in epoch 2 to be stopped, with
-# 8.0 it fails, and with --hold each epoch ends when that file is there. It stops as job.sh and longrun.py do.
-RUN = r"""
-trap 'echo SLURM >"$OUTPUT_DIR/stopped"; scontrol requeue me; exit 0' USR1
+# In the place of an example's run.slurm: what they all do, with the real job.sh.
+RUN = """
+VENV="${VENV:-.venv}"
+source ./job.sh
+prepare json
+run bash "$code/train.sh" "$@"
+"""
+# In the place of train.py: the loss is --lr in each of three epochs. With 9.0 it waits in epoch 2 to be stopped, with
+# 8.0 it fails, and with --hold each epoch ends when that file is there. It stops as longrun.py does.
+TRAIN = r"""
+cd "$output"
 while [[ $# -gt 0 ]]; do [[ $1 == --lr ]] && lr=$2; [[ $1 == --hold ]] && hold=$2; shift; done
 [[ "$lr" != 8.0 ]] || exit 3
-metrics="$OUTPUT_DIR/metrics.csv"
-mkdir -p "$OUTPUT_DIR"
-rm -f "$OUTPUT_DIR"/stop{,ped}
-[[ -e "$metrics" ]] || echo epoch,test_loss >"$metrics.new"
-[[ -e "$metrics" ]] && epoch=$(($(wc -l <"$metrics") - 1)) || epoch=0
-echo "begins after epoch $epoch" >>"$OUTPUT_DIR/starts"
+[[ -e metrics.csv ]] && epoch=$(($(wc -l <metrics.csv) - 1)) || epoch=0
+echo "begins after epoch $epoch" >>starts
 while ((epoch < 3)); do
     epoch=$((epoch + 1))
-    [[ ! -e "$metrics" ]] || cp "$metrics" "$metrics.new"
-    echo "$epoch,$lr" >>"$metrics.new"
-    mv "$metrics.new" "$metrics"
-    while [[ "$hold" && ! -e "$hold" ]]; do sleep 0.1; done
-    while [[ "$lr" == 9.0 && "$epoch" == 2 && ! -e "$OUTPUT_DIR/stop" ]]; do sleep 0.1; done
-    [[ ! -e "$OUTPUT_DIR/stop" ]] || { mv "$OUTPUT_DIR/stop" "$OUTPUT_DIR/stopped"; exit 0; }
+    cat metrics.csv >new 2>/dev/null || echo epoch,test_loss >new
+    echo "$epoch,$lr" >>new
+    mv new metrics.csv
+    touch checkpoint.pt
+    while [[ "$hold" && ! -e "$hold" && ! -e stop ]]; do sleep 0.1; done
+    while [[ "$lr" == 9.0 && "$epoch" == 2 && ! -e stop ]]; do sleep 0.1; done
+    [[ ! -e stop ]] || { mv stop stopped; exit 0; }
 done
+"""
+SCONTROL = """
+[ "$1" = requeue ] && echo "$@" >>"{folder}/requeued" && exit
+echo "JobId=8 ArrayJobId=7 JobState=RUNNING EndTime=$(($(date +%s) + 600)) "
 """
 
 
@@ -52,15 +61,19 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
     """A function that starts a task of an array; squeue says that tasks 1 and 3 are there, and 2 is not."""
     (tmp_path / "example").mkdir()
     (tmp_path / "example" / "run.slurm").write_text(RUN)
+    (tmp_path / "example" / "train.sh").write_text(TRAIN)
+    shutil.copy(ROOT / "longrun" / "job.sh", tmp_path / "example")
     (tmp_path / "bin").mkdir()
-    for name, text in {"squeue": "echo 7_1; echo 7_3", "scontrol": f'echo "$@" >>{tmp_path}/requeued'}.items():
+    programs = {"squeue": "echo 7_1; echo 7_3", "scontrol": SCONTROL.format(folder=tmp_path), "scancel": ""}
+    for name, text in programs.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     started: list[subprocess.Popen] = []
 
     def begin(task: int, *words: str) -> subprocess.Popen:
         path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-        variables = {"PATH": path, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(task)}
+        variables = {"PATH": path, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(task), "SLURM_JOB_ID": "8"}
+        variables |= {"SLURMD_NODENAME": "node1", "SLURM_CPUS_PER_TASK": "1", "VENV": sys.prefix}
         variables |= dict([marker(tmp_path, task).split("=")])
         options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command = [sys.executable, str(SWEEP), "example", *words]
@@ -90,7 +103,7 @@ def test_trials(tmp_path: Path, start: Callable[..., subprocess.Popen]) -> None:
     trials = study(tmp_path).trials
     assert [trial.state.name for trial in trials] == ["COMPLETE", "COMPLETE", "PRUNED", "FAIL"], said + errors
     assert [trial.value for trial in trials[:2]] == [0.5, 0.4] and len(trials[0].intermediate_values) == 3
-    assert 1 <= trials[2].last_step <= 2
+    assert trials[2].last_step <= 2 and not (tmp_path / "requeued").exists()
     changes = {".venv/bin/optuna": f"{Path(sys.executable).parent}/optuna", "torchrun_multinode": "example"}
     for command, shown in {"trials": "trial-003", "best-trial": "trial-001"}.items():
         line = readme.command("docs/sweeps.md", f".venv/bin/optuna --quiet {command} ...", changes)
@@ -116,7 +129,7 @@ def test_no_trial_is_lost(tmp_path: Path, start: Callable[..., subprocess.Popen]
     wait_until(lambda: starts(1) == ["begins after epoch 0", "begins after epoch 1"], 300, "trial 1 in task 1")
     stopped.send_signal(signal.SIGUSR1)
     said, errors = stopped.communicate(timeout=300)
-    assert "trial-001: stopped by SLURM" in errors and (tmp_path / "requeued").read_text() == "requeue me\n", said
+    assert "trial-001: stopped by SLURM" in errors and (tmp_path / "requeued").read_text() == "requeue 7_1\n", said
 
     (tmp_path / "go").touch()
     for process in (start(1, *words), living):
