@@ -701,6 +701,15 @@ def test_accounting(name: str, tmp_path: Path) -> None:
         (state, elapsed, _, status), step = rows()[failing], rows()[f"{failing}.0"]
         assert (state, status) == ("FAILED", "3:0") and re.fullmatch(r"\d\d:\d\d:\d\d", elapsed)
         assert step[0] == "COMPLETED" and memory(step[2]) > 200 << 10 and step[3] == "0:0"
+
+        # runs/show.py reads what this sacct prints of both jobs.
+        (tmp_path / "metrics.csv").write_text("epoch,train_loss\n1,0.5\n")
+        for one in (job, failing):
+            (tmp_path / f"started-{one}").touch()
+        shown = lab.run([sys.executable, str(ROOT / "runs" / "show.py"), str(tmp_path)], cwd=tmp_path, check=True)
+        jobs = [line.split() for line in shown.stdout.split("\n\n")[1].splitlines()[1:]]
+        assert [line[1:3] for line in jobs] == [[job, "REQUEUED"], [job, "COMPLETED"], [failing, "FAILED"]]
+        assert int(jobs[2][-1]) >= 200, shown.stdout  # MB
     assert not traces(name)
 
 

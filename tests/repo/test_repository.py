@@ -135,7 +135,7 @@ ALONE = {"common": {"common"}, "longrun": set(), "plumbing": {"common"}, "exampl
 ALONE |= {
     "preflight": set(),
     "jupyter": set(),
-    "runs": {"common"},
+    "runs": set(),
     "sweep": set(),
     "lab": {"lab"},
     "verify": {"verify"},
@@ -159,7 +159,7 @@ def test_stands_alone(folder: str) -> None:
 COLLECT = """
 import sys, pytest
 status = pytest.main(["--collect-only", "-qq", "--example=ddp_spawn", "tests"])
-print("status", int(status), *sorted({"torch", "matplotlib", "nbformat", "PIL", "yaml"} & sys.modules.keys()))
+print("status", int(status), *sorted({"torch", "matplotlib", "PIL", "yaml"} & sys.modules.keys()))
 """
 
 
