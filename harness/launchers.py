@@ -62,6 +62,7 @@ class Launcher:
     first_above: float = 1.0  # than which the training loss of the first epoch is higher
     last_below: float = 0.2  # than which that of the last epoch is lower
     checkpoint: str = "checkpoint.pt"  # or a pattern that names one file of it
+    written: str = "output/checkpoint.pt"  # the path in the line about a full disk in epoch 2
     epoch_start: str = "    start = time.perf_counter()\n"  # the line of train.py where an epoch begins
     torchvision: bool = False  # whether its framework imports it, asked for or not; transformers does where it is there
     global_batch: int = 128  # with two processes
@@ -117,7 +118,8 @@ LAUNCHERS = {
         processes_in_job=4,
         any_world_size=False,
         fp16=True,
-        checkpoint="checkpoint/epoch*/*_model_states.pt",
+        epoch_start="        sampler.set_epoch(epoch)",
+        written="output/checkpoint/step22",
         kill_message=TORCHRUN_KILLED,
         fp64=False,
     ),
