@@ -175,6 +175,7 @@ LAUNCHERS = {
         status_after_bad_input=2,
         processes_in_job=4,
         epoch_start="        self.start = time.perf_counter()\n",
+        kill_message=r"Child process with PID \d+ terminated with code -9",
         torchvision=True,  # torchmetrics does
     ),
     "lora": Launcher(

@@ -205,7 +205,7 @@ def test_loss_that_is_not_finite(example: str, folder: Path) -> None:
 SPAWNED = "store = train.dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
 ALONE = {name: "train.main(train.parse_args())" for name in NEW_FORM}
 ALONE |= {"ddp_spawn": f"{SPAWNED}train.main(0, train.parse_args(), store.port)"}
-WORDS = {"ddp_spawn": "--processes 1"}
+WORDS = {"ddp_spawn": "--processes 1", "lightning": "--devices 1"}
 # What is refused before training: the words, and what the line says. The folder has a finished run, in output.
 BAD_INPUT = {
     "--precision fp8": ["--precision", "'fp8'", "bf16"],

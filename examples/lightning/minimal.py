@@ -3,23 +3,21 @@
 Locally:   python minimal.py
 On SLURM:  sbatch minimal.slurm
 
-train.py is the same training with what a long job needs: checkpoints, restarts, clear errors.
+train.py is the same training plus what a long job needs: flags, checkpoints, clear errors.
 Comments that begin with "ddp:" or "lightning:" mark what a single process would not need.
 """
 
 import os
-import warnings
 
 import lightning as L
 import torch
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from common import data  # the folder beside this file
 from common.models import ConvNet
 
-EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: of each process
-warnings.filterwarnings("ignore", "Grad strides")  # about conv1's memory layout: harmless
+EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: samples per batch of each process
 
 
 class LitConvNet(L.LightningModule):
@@ -45,6 +43,10 @@ class LitConvNet(L.LightningModule):
         self.log("train_loss", share, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
         return loss  # ddp: Lightning calls backward(), in which DDP averages the gradients
 
+    def on_validation_start(self):
+        for buffer in self.buffers():  # ddp: BatchNorm's statistics differ by process: use rank 0's
+            torch.distributed.broadcast(buffer, src=0)
+
     def validation_step(self, batch, _):
         images, labels = batch
         logits = self(images)
@@ -52,7 +54,7 @@ class LitConvNet(L.LightningModule):
         correct = (logits.argmax(1) == labels).sum().double()
         size = len(self.trainer.val_dataloaders.dataset)
         metrics = {"test_loss": loss / size, "test_accuracy": correct / size}
-        # lightning: a sum as well; "mean" would weight batches by a count that it has rounded
+        # lightning: a sum, too; "mean" would weight batches by a count that it has rounded
         self.log_dict(metrics, sync_dist=True, reduce_fx="sum")
 
     def on_train_epoch_end(self):  # lightning: comes after the validation of this epoch
@@ -65,6 +67,7 @@ class LitConvNet(L.LightningModule):
 
 def main():
     """Train as the first process, which starts the others, or as one that srun has started."""
+    torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
     trainer = L.Trainer(
         devices="auto" if torch.cuda.is_available() else 2,  # on each node: --ntasks-per-node
         num_nodes=int(os.environ.get("SLURM_JOB_NUM_NODES", 1)),
@@ -79,26 +82,22 @@ def main():
     rank = trainer.global_rank
     world_size = trainer.world_size
 
-    # train_set[indices] reads a whole batch at once. Samplers yield the lists: batch_size=None.
-    # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
-    train_set, test_set = data.load("digits")
-    # ddp: shuffled parts of equal length: whoever had more steps would wait for the others forever
+    train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
+    # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    batches = BatchSampler(sampler, BATCH_SIZE, drop_last=True)
-    batches.set_epoch = sampler.set_epoch  # lightning: calls it in each epoch, to shuffle anew
-    train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
-    # ddp: each test sample exactly once; a DistributedSampler would repeat some, or drop them
-    shard = range(rank, len(test_set), world_size)
-    # lightning: an empty batch, since it refuses a loader without any
-    batches = list(BatchSampler(shard, BATCH_SIZE, drop_last=False)) or [[]]
-    test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
+    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    extra = {"collate_fn": data.collate, "pin_memory": torch.cuda.is_available()}
+    train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
+    # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
+    test_part = Subset(test_set, range(rank, len(test_set), world_size))
+    test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
 
-    torch.manual_seed(SEED + rank)  # ddp: for dropout; all get the weights of rank 0 below
+    torch.manual_seed(SEED + rank)  # ddp: each process drops other units; DDP copies the weights
     model = LitConvNet()
     trainer.fit(model, train_loader, test_loader)
     if rank == 0:  # ddp: all processes have the same weights; one writes them
         torch.save(model.model.cpu().state_dict(), "model.pt")
-    os._exit(0)  # at once: while Python shuts down, Gloo's threads can abort the process
+    os._exit(0)  # skip Python's clean-up, in which Gloo sometimes aborts (PyTorch 2.15)
 
 
 if __name__ == "__main__":
