@@ -155,10 +155,13 @@ def test_second_run_in_the_folder(example: str, folder: Path) -> None:
     first.read_epoch(1)
     second = runs.start(example, folder, 1, "--resume").wait()
     assert_last_line(second, LAUNCHERS[example].status_after_bad_input, "another run", "--output-dir output")
-    for pid in first.workers():
+    asked = first.workers()  # of lightning's the first has started the others, and is not among them
+    for pid in asked:
         os.kill(pid, signal.SIGUSR2)
     stacks = r'File ".*train\.py", line \d+ in main'
-    wait_until(lambda: len(re.findall(stacks, Path(first.errors.name).read_text())) >= 2, 300, "the stacks of both")
+    wait_until(
+        lambda: len(re.findall(stacks, Path(first.errors.name).read_text())) >= len(asked) > 0, 300, "the stacks"
+    )
     first.read_until("epoch ")
     first.kill()
     first.wait()

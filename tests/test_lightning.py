@@ -38,7 +38,7 @@ def test_in_an_allocation(example: str, folder: Path, reference: Reference) -> N
 
 
 def test_callbacks(example: str, folder: Path) -> None:
-    """The page's diff: the best epoch has a file of its own, the rate falls, and the run ends early; so does a resume."""
+    """The page's diff: the best epoch has a file of its own, and the run ends early; so does a resume."""
     page = (Path(__file__).parents[1] / "docs" / "lightning.md").read_text()
     (diff,) = re.findall(r"```diff\n(.*?)```", page, re.DOTALL)
     for old, new in re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)+)", diff, re.MULTILINE):

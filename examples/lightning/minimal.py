@@ -11,6 +11,7 @@ import os
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
@@ -33,36 +34,36 @@ class LitConvNet(L.LightningModule):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), LR)
 
+    def on_train_epoch_start(self):
+        self.sums = torch.zeros(2, dtype=torch.double, device=self.device)  # loss, samples
+
     def training_step(self, batch, _):
         images, labels = batch
-        logits = self(images)
-        loss = F.cross_entropy(logits, labels)
-        # All batches are equally large: the sum of these shares is the mean over all samples.
-        share = loss.double() / self.trainer.num_training_batches / self.trainer.world_size
-        # lightning: sums over the steps (reduce_fx), and over all processes (sync_dist)
-        self.log("train_loss", share, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
+        loss = F.cross_entropy(self(images), labels)
+        self.sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
+        self.sums[1] += len(labels)
         return loss  # ddp: Lightning calls backward(), in which DDP averages the gradients
 
     def on_validation_start(self):
-        for buffer in self.buffers():  # ddp: BatchNorm's statistics differ by process: use rank 0's
-            torch.distributed.broadcast(buffer, src=0)
+        dist.all_reduce(self.sums)  # ddp: sum over all processes
+        self.train_loss = (self.sums[0] / self.sums[1]).item()
+        for buffer in self.buffers():  # ddp: BatchNorm's statistics differ: use rank 0's
+            dist.broadcast(buffer, src=0)
+        self.sums = torch.zeros(3, dtype=torch.double, device=self.device)  # loss, correct, samples
 
     def validation_step(self, batch, _):
         images, labels = batch
         logits = self(images)
-        loss = F.cross_entropy(logits, labels, reduction="sum").double()
-        correct = (logits.argmax(1) == labels).sum().double()
-        size = len(self.trainer.val_dataloaders.dataset)
-        metrics = {"test_loss": loss / size, "test_accuracy": correct / size}
-        # lightning: a sum, too; "mean" would weight batches by a count that it has rounded
-        self.log_dict(metrics, sync_dist=True, reduce_fx="sum")
+        self.sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        self.sums[1] += (logits.argmax(1) == labels).sum()
+        self.sums[2] += len(labels)
 
-    def on_train_epoch_end(self):  # lightning: comes after the validation of this epoch
-        metrics = self.trainer.callback_metrics
+    def on_validation_epoch_end(self):
+        dist.all_reduce(self.sums)  # ddp: sum over all processes
+        test_loss, accuracy = (self.sums[:2] / self.sums[2]).tolist()
         if self.trainer.is_global_zero:
-            losses = f"train loss {metrics['train_loss']:.4f}, test loss {metrics['test_loss']:.4f}"
-            accuracy = f"test acc {metrics['test_accuracy']:.2%}"
-            print(f"epoch {self.current_epoch + 1}: {losses}, {accuracy}", flush=True)
+            losses = f"train loss {self.train_loss:.4f}, test loss {test_loss:.4f}"
+            print(f"epoch {self.current_epoch + 1}: {losses}, test acc {accuracy:.2%}", flush=True)
 
 
 def main():

@@ -102,7 +102,7 @@ class LitConvNet(L.LightningModule):
         if self.trainer.strategy.broadcast(longrun.wish(self.args)) == longrun.STOP:
             longrun.end(self.args, self.progress, "stopped")  # job.sh requeues the job
         self.start = time.perf_counter()
-        self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, samples
+        self.sums = torch.zeros(2, dtype=torch.double, device=self.device)  # loss, samples
 
     def training_step(self, batch, number):
         # ddp: each process and batch gets its own random numbers (dropout), also after a resume
@@ -123,7 +123,7 @@ class LitConvNet(L.LightningModule):
         self.speed = {"samples_per_second": samples / seconds, "seconds": seconds}
         for buffer in self.buffers():  # ddp: BatchNorm's statistics differ: use rank 0's
             dist.broadcast(buffer, src=0)
-        self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # and correct
+        self.sums = torch.zeros(3, dtype=torch.double, device=self.device)  # loss, correct, samples
 
     def validation_step(self, batch, _):
         images, labels = batch
