@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import verify
 from harness import edits, outputs, refusals, runs
 from harness.launchers import LAUNCHERS, NEW_FORM, PRINTED
 from harness.processes import wait_until
@@ -256,6 +257,14 @@ def test_checkpoint_of_another_model_or_data(example: str, finished: Path) -> No
     run = runs.start(example, finished, 2, "--resume").wait()
     assert_last_line(run, status, "output/checkpoint.pt", "1438 samples")
     assert content(finished / "output") == before
+
+
+@pytest.mark.only("deepspeed", "lightning")
+def test_rows_of_verify(example: str, folder: Path) -> None:
+    """Three rows of verify find nothing; tests/test_faults.py has all rows, for ddp_spawn and torchrun_multinode."""
+    rows = ["samples", "weights", "checkpoint"]
+    found = list(verify.check(folder, rows, LAUNCHERS[example].local, tell=print))
+    assert [(row.name, row.verdict) for row in found] == [(name, "ok") for name in rows], found
 
 
 @pytest.mark.only("torchrun_multinode")
