@@ -137,7 +137,8 @@ class LitConvNet(L.LightningModule):
         dist.all_reduce(self.sums)  # ddp: sum over all processes
         test_loss, accuracy = (self.sums[:2] / self.sums[2]).tolist()
         row = {"train_loss": self.train_loss, "test_loss": test_loss, "test_accuracy": accuracy}
-        self.log_dict(row, sync_dist=True)  # lightning: for loggers, and callbacks that you add
+        # lightning: for loggers and callbacks; "max", since all processes have the same values
+        self.log_dict(row, sync_dist=True, reduce_fx="max")
         row = {"epoch": self.current_epoch + 1} | row | self.speed
         self.progress["history"].append(row | {"world_size": self.trainer.world_size})
         self.progress["step"] = self.global_step
