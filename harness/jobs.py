@@ -185,8 +185,8 @@ def held(source: Path, folder: Path, epoch: int) -> Path:
     """Copy an example with longrun.py that waits where this epoch begins (from 0), see hold()."""
     copy_example(source, folder)
     (folder / "held.py").write_text(HOLD)
-    statement = "__import__('held').wait(args.output_dir, epoch)"
-    edits.start_epochs_with(folder, LAUNCHERS[source.name], statement)
+    launcher = LAUNCHERS[source.name]
+    edits.start_epochs_with(folder, launcher, f"__import__('held').wait({launcher.epoch_names})")
     hold(folder, epoch)
     return folder
 

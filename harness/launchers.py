@@ -62,7 +62,9 @@ class Launcher:
     first_above: float = 1.0  # than which the training loss of the first epoch is higher
     last_below: float = 0.2  # than which that of the last epoch is lower
     checkpoint: str = "checkpoint.pt"  # or a pattern that names one file of it
+    written: str = "output/checkpoint.pt"  # the path in the line about a full disk in epoch 2
     epoch_start: str = "    start = time.perf_counter()\n"  # the line of train.py where an epoch begins
+    epoch_names: str = "args.output_dir, epoch"  # what has the output folder, and the epoch's number from 0, there
     torchvision: bool = False  # whether its framework imports it, asked for or not; transformers does where it is there
     global_batch: int = 128  # with two processes
     prepare: str = ""  # the README's command that makes the data, if they are not in the folder
@@ -117,7 +119,8 @@ LAUNCHERS = {
         processes_in_job=4,
         any_world_size=False,
         fp16=True,
-        checkpoint="checkpoint/epoch*/*_model_states.pt",
+        epoch_start="        sampler.set_epoch(epoch)",
+        written="output/checkpoint/step22",
         kill_message=TORCHRUN_KILLED,
         fp64=False,
     ),
@@ -173,6 +176,8 @@ LAUNCHERS = {
         status_after_bad_input=2,
         processes_in_job=4,
         epoch_start="        self.start = time.perf_counter()\n",
+        epoch_names="self.args.output_dir, self.current_epoch",
+        kill_message=r"Child process with PID \d+ terminated with code -9",
         torchvision=True,  # torchmetrics does
     ),
     "lora": Launcher(

@@ -3,29 +3,26 @@
 Locally:   torchrun --standalone --nproc-per-node=2 minimal.py
 On SLURM:  sbatch minimal.slurm
 
-train.py is the same training with what a long job needs: checkpoints, restarts, clear errors.
+train.py is the same training plus what a long job needs: flags, checkpoints, clear errors.
 Comments that begin with "deepspeed:" or "torchrun:" mark what a single process would not need.
 """
 
 import os
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from common import data  # the folder beside this file
 from common.models import ConvNet
 
-# deepspeed: reads this when it is imported; without it, it looks for a device itself, and warns
-os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
-import deepspeed  # noqa: E402 (the linter wants imports at the top)
-
-EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: of each process
+EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: samples per batch of each process
 CONFIG = {
     "train_micro_batch_size_per_gpu": BATCH_SIZE,  # of each process, also on CPUs
-    # deepspeed: of N processes each keeps 1/N of AdamW's state (stage 1), of the gradients as well
-    # (2), of the weights as well (3; evaluation and saving then need more: see train.py).
+    # deepspeed: of N processes each keeps 1/N of AdamW's state (stage 1), of the gradients, too
+    # (2), and of the weights (3; evaluation and saving then need more: see train.py).
     "zero_optimization": {"stage": 2},
     "gradient_clipping": 0.0,  # off; by default DeepSpeed clips to a norm of 1
     "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},  # that of PyTorch
@@ -41,18 +38,19 @@ def train_one_epoch(engine, train_loader, device):
         logits = engine(images)
         loss = F.cross_entropy(logits, labels)
         engine.backward(loss)  # deepspeed: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
+        sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
         sums[1] += len(labels)
         engine.step()  # deepspeed: each updates its part of the weights, and gets the other parts
-    dist.all_reduce(sums)  # deepspeed: sum over all processes, which all have to call this
-    loss_sum, samples = sums.tolist()
-    return loss_sum / samples
+    dist.all_reduce(sums)  # deepspeed: sum over all processes; each must call this, or others hang
+    return (sums[0] / sums[1]).item()
 
 
 @torch.no_grad()
 def evaluate(engine, test_loader, device):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     engine.eval()
+    for buffer in engine.module.buffers():  # BatchNorm's statistics differ by process: use rank 0's
+        dist.broadcast(buffer, src=0)
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
     for images, labels in test_loader:
         images, labels = images.to(device), labels.to(device)
@@ -60,41 +58,39 @@ def evaluate(engine, test_loader, device):
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
         sums[2] += len(labels)
-    dist.all_reduce(sums)  # deepspeed: sum over all processes, which all have to call this
-    loss_sum, correct, samples = sums.tolist()
-    return loss_sum / samples, correct / samples
+    dist.all_reduce(sums)  # deepspeed: sum over all processes; each must call this, or others hang
+    return (sums[:2] / sums[2]).tolist()
 
 
 def main():
     """Train as one of the processes that torchrun has started."""
-    world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: processes on all nodes
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun: on this node
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))  # share the cores
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun: this process's number on its node
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
     deepspeed.ops.__compatible_ops__ = {}  # deepspeed: otherwise it needs a compiler on CPUs
-    # torchrun: has set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, by which all processes meet
+    # torchrun: sets MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, by which all processes meet
     deepspeed.init_distributed()  # deepspeed: with NCCL on GPUs, with Gloo on CPUs
-    rank = dist.get_rank()  # deepspeed: this process's number among all
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # my number, from 0; how many
 
-    # train_set[indices] reads a whole batch at once. Samplers yield the lists: batch_size=None.
-    # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
-    train_set, test_set = data.load("digits")
-    # deepspeed: shuffled parts of equal length: who had more steps would wait forever
+    train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
+    # deepspeed: shuffled parts of equal length: a process with one step more would hang
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    batches = BatchSampler(sampler, BATCH_SIZE, drop_last=True)
-    train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
-    # deepspeed: each test sample exactly once; a DistributedSampler would repeat some, or drop them
-    shard = range(rank, len(test_set), world_size)
-    batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
-    test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
+    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
+    train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
+    # deepspeed: each test sample once; a DistributedSampler would repeat some or leave some out
+    test_part = Subset(test_set, range(rank, len(test_set), world_size))
+    test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
 
-    torch.manual_seed(SEED + rank)  # deepspeed: for dropout; all get the weights of rank 0 below
+    torch.manual_seed(SEED + rank)  # deepspeed: each drops other units; all get rank 0's weights
     model = ConvNet()
-    # deepspeed: the engine moves the model to a GPU if there is one, and has CONFIG's optimizer
+    # deepspeed: moves the model to the device, and makes the optimizer of CONFIG
     parameters = model.parameters()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=CONFIG)
-    device = engine.device
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # deepspeed: shuffles anew; each takes its part of one order
+        sampler.set_epoch(epoch)  # deepspeed: another order in each epoch, the same for all
         train_loss = train_one_epoch(engine, train_loader, device)
         test_loss, accuracy = evaluate(engine, test_loader, device)
         if rank == 0:
@@ -103,7 +99,7 @@ def main():
     if rank == 0:  # deepspeed: up to stage 2 each process has all weights; one writes them
         torch.save(model.cpu().state_dict(), "model.pt")
     dist.destroy_process_group()
-    os._exit(0)  # at once: while Python shuts down, Gloo's threads can abort the process
+    os._exit(0)  # skip Python's clean-up, in which Gloo sometimes aborts (PyTorch 2.15)
 
 
 if __name__ == "__main__":

@@ -3,231 +3,197 @@
 Locally:   torchrun --standalone --nproc-per-node=2 train.py
 On SLURM:  sbatch run.slurm --epochs 10
 
-It is minimal.py with what a long job needs: flags, and checkpoints that survive a kill. Comments
-that begin with "deepspeed:" or "torchrun:" mark what a single process would not need. The functions
-of plumbing keep the job alive; those of shards are about checkpoints of many files.
+It is minimal.py plus flags, checkpoints, and a stop after any epoch.
+Comments that begin with a tag, such as "deepspeed:", mark what a single process would not need.
 """
 
 import argparse
-import math
+import copy
 import os
 import time
 from datetime import timedelta
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
+import deepspeed
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-import plumbing
+import longrun
+import sharded
+import zero
 from common import data
 from common.models import ConvNet
-from plumbing import shards
-
-# deepspeed: reads this when it is imported; without it, it looks for a device itself, and warns
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-import deepspeed  # noqa: E402 (the linter wants imports at the top)
 
 
 def parse_args():
-    parser = plumbing.arguments(__doc__, ("fp32", "bf16"))  # --epochs and what else all have
-    add = parser.add_argument
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = longrun.fail  # print the error as one line, without the usage
+    add, positive = parser.add_argument, longrun.positive
     add("--dataset", choices=data.NAMES, default="digits")
     add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
-    words = "DeepSpeed's config file, which may also ask for bf16"
-    add("--deepspeed_config", type=Path, default="ds_config.json", help=words)
-    add("--zero-stage", type=int, choices=range(4), help="overrides the stage in the config file")
-    add("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # its users are used to it
-    add("--local_rank", help=argparse.SUPPRESS)  # deepspeed: its own launcher adds this
+    add("--epochs", type=positive, default=5, help="total number, including those before a resume")
+    add("--batch-size", type=positive, default=64, help="samples per batch of each process")
+    add("--global-batch", type=positive, help="samples per step; sets --batch-size")
+    add("--deepspeed_config", default="ds_config.json", help="DeepSpeed's settings")
+    add("--zero-stage", type=int, choices=range(4), help="instead of the stage in that file")
+    add("--lr", type=float, help="learning rate, instead of that in the file")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help="the file may ask for bf16")
+    add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
+    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
+    add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
+    add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
+    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
     args = parser.parse_args()
-    args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: processes on all nodes
-    processes = os.environ.get("LOCAL_SIZE", 1)  # what deepspeed's own launcher sets
-    args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # torchrun: on this node
-    plumbing.check_args(parser, args)
-    config = plumbing.read_config(args.deepspeed_config)
-    args.gradient_accumulation_steps = config.get("gradient_accumulation_steps", 1)
-    plumbing.share_batch(args, args.gradient_accumulation_steps)
-    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
+    if "LOCAL_RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
     return args
 
 
 def setup(args):
-    """Join the process group, and return this process's device."""
+    """Join the process group; return this process's device and rank, and the world size."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    longrun.prepare(args, rank, world_size, dist.all_gather_object, dist.destroy_process_group)
     local_rank = int(os.environ["LOCAL_RANK"])  # torchrun: this process's number on its node
-    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) or len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // args.processes))  # more threads than cores are slower
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32: faster products in fp32, since the A100
-    plumbing.check_gpu(device)
-    # deepspeed: NCCL for what is sharded, on GPUs; Gloo for small things on the CPU
+        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
+    # deepspeed: NCCL for tensors on GPUs; Gloo for tensors on the CPU, such as the request to stop
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=args.timeout)
-    # torchrun: has set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, by which all processes meet
-    dist.init_process_group(backend, timeout=timeout)
-    # deepspeed: otherwise it would compile an op for inference on CPUs, which nothing here uses
-    deepspeed.ops.__compatible_ops__ = {}
-    # deepspeed: uses this process group; without one it would look for MPI
-    deepspeed.init_distributed(timeout=timeout)
-    return device
+    # torchrun: sets MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, which init_process_group reads
+    dist.init_process_group(backend, timeout=timedelta(seconds=10 * args.timeout))
+    deepspeed.ops.__compatible_ops__ = {}  # deepspeed: otherwise it needs a compiler on CPUs
+    deepspeed.init_distributed()  # deepspeed: uses the process group that is there
+    longrun.alive(None)  # the first step has no time limit: it may compile kernels
+    return device, rank, world_size
 
 
-def train_one_epoch(args, engine, train_loader, device):
-    """Train to the end of an epoch; return the mean loss, the samples of all, and seconds."""
-    # deepspeed: random numbers (augmentation, dropout) differ in each process and epoch
-    torch.manual_seed(args.seed + engine.global_steps * args.world_size + dist.get_rank())
+def predict(engine, batch, device):
+    """Return the model's logits (B, 10) for a batch, and its labels (B,), on the device."""
+    images, labels = (part.to(device, non_blocking=True) for part in batch)
+    dtype = next(engine.parameters()).dtype  # deepspeed: that of the weights, as the file says
+    images = images.to(dtype) if images.is_floating_point() else images
+    return engine(images).float(), labels
+
+
+def train_one_epoch(args, engine, batches, device, progress):
+    """Train to the end of an epoch; return the mean loss over the samples of all processes."""
     engine.train()
-    start = time.perf_counter()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
-    dtype = next(engine.parameters()).dtype  # of the weights, as the config file says
-    for images, labels in train_loader:
-        images = images.to(device, dtype, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        logits = engine(images)
-        loss = F.cross_entropy(logits.float(), labels)
+    for number, batch in enumerate(batches):
+        # deepspeed: each process and batch gets its own random numbers, also after a resume
+        longrun.seed(args.seed, len(progress["history"]), number, dist.get_rank())
+        logits, labels = predict(engine, batch, device)
+        loss = F.cross_entropy(logits, labels)
         engine.backward(loss)  # deepspeed: averages the gradients over all processes
-        plumbing.note_loss(train_loader, loss)  # if it is not finite, the next save ends the run
-        sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
+        sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
         sums[1] += len(labels)
-        if not engine.lr_scheduler:  # the config file may have one
-            plumbing.set_learning_rate(args, engine.optimizer, engine.global_steps)
         engine.step()  # deepspeed: after the last batch of a step, optimizer.step() and zero_grad()
-    dist.all_reduce(sums)  # deepspeed: sum over all processes, which all have to call this
-    loss_sum, samples = sums.tolist()
-    return loss_sum / samples, samples, time.perf_counter() - start
+        longrun.alive(args.timeout)  # ends this process unless it calls this again in time
+    progress["step"] = engine.global_steps
+    dist.all_reduce(sums)  # deepspeed: sum over all processes; each must call this, or others hang
+    return (sums[0] / sums[1]).item()
 
 
 @torch.no_grad()
-def evaluate(engine, test_loader, device):
+def evaluate(args, engine, test_loader, device):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     engine.eval()
+    for buffer in engine.module.buffers():  # BatchNorm's statistics differ by process: use rank 0's
+        dist.broadcast(buffer, src=0)
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
-    dtype = next(engine.parameters()).dtype
-    for images, labels in test_loader:
-        images = images.to(device, dtype, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        logits = engine(images)
-        sums[0] += F.cross_entropy(logits.float(), labels, reduction="sum")
-        sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
-    dist.all_reduce(sums)  # deepspeed: sum over all processes, which all have to call this
-    loss_sum, correct, samples = sums.tolist()
-    return loss_sum / samples, correct / samples
+    # deepspeed: at stage 3 all processes must call the engine equally often, with any batch
+    for batch, counts in zero.equally_often(test_loader, args.limit_steps):
+        logits, labels = predict(engine, batch, device)
+        if counts:
+            sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+            sums[1] += (logits.argmax(1) == labels).sum()
+            sums[2] += len(labels)
+        longrun.alive(args.timeout)
+    dist.all_reduce(sums)  # deepspeed: sum over all processes; each must call this, or others hang
+    return (sums[:2] / sums[2]).tolist()
 
 
-def save_checkpoint(args, engine, progress):
-    """Save what --resume continues from; all processes call this."""
-    plumbing.check_results(args, engine, progress)  # stops the run if a loss is not finite
-    folder = shards.begin(args, progress)
-    with shards.write_errors(folder):
-        engine.save_checkpoint(folder.parent, folder.name)  # deepspeed: each writes its shards
-    shards.complete(args, progress, folder)
+def save_checkpoint(args, engine, stateful, progress):
+    """Save what --resume continues from, and stop if asked to; all processes call this."""
+    # deepspeed: up to stage 2 each process has all weights, and they have to be equal
+    longrun.check([] if args.zero_stage == 3 else list(engine.module.parameters()), progress)
+    # deepspeed: each process writes its own files into a folder, which checkpoint.pt names
+    sharded.save_checkpoint(args, stateful, progress, engine.save_checkpoint)
+    answer = torch.tensor(longrun.wish(args))
+    dist.broadcast(answer, src=0)  # deepspeed: rank 0 decides whether all stop
+    if answer == longrun.STOP and len(progress["history"]) < args.epochs:
+        longrun.end(args, progress, "stopped")  # job.sh requeues the job
 
 
-def resume(args, engine):
-    """Load the engine's state from the checkpoint, if there is one; return how far the run is."""
-    progress = {"step": 0, "history": []}  # steps of the whole run; rows of metrics.csv
-    answer = [None]  # a list, since broadcast_object_list fills it in
-    if dist.get_rank() == 0:
-        answer[0] = shards.read_checkpoint(args, engine.module)
-    # deepspeed: rank 0 says which files belong to the checkpoint, or which error it has found
-    dist.broadcast_object_list(answer)
-    checkpoint = plumbing.accept(answer[0])  # ends every process here if it is an error
-    if checkpoint:
-        folder = shards.check(args, checkpoint)  # deepspeed: each checks a part of the files
-        loaded, _ = engine.load_checkpoint(folder.parent, folder.name)  # and reads its shards
-        if loaded is None:
-            wrong = f"rank {dist.get_rank()} does not find its part of {folder}"
-            plumbing.fail(f"{wrong}: is it on a shared disk?")
-        progress = checkpoint["progress"]
-    return progress
-
-
-def create_engine(args):
-    """Return DeepSpeed's engine, which holds the model and the optimizer of the config file.
-
-    Of N processes each keeps 1/N of the optimizer's state (ZeRO stages 1 to 3), of the gradients
-    (2 and 3) and of the weights (3). At stage 0 each process keeps everything, as with DDP.
-    """
-    config = plumbing.read_config(args.deepspeed_config)
-    config["train_micro_batch_size_per_gpu"] = args.batch_size
-    # DeepSpeed wants a rate here; train_one_epoch sets that of each step.
-    config["optimizer"].setdefault("params", {})["lr"] = args.lr
-    if args.zero_stage is not None:
-        config["zero_optimization"]["stage"] = args.zero_stage
-    if args.precision == "bf16":
-        config["bf16"]["enabled"] = True
-    torch.manual_seed(args.seed)
-    model = ConvNet()
-    parameters = model.parameters()
-    with plumbing.config_errors(args):
-        # deepspeed: the engine moves `model` to its device, and has the optimizer of the file
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
-    plumbing.set_timeout(args, engine.data_parallel_group)  # deepspeed: has 10 minutes or more
-    plumbing.note_config(args, engine)  # stage, precision and so on, whatever has asked for them
-    return engine
-
-
-@record  # torchrun: reports the traceback of the process that failed first
 def main(args):
     """Train as one of the processes that torchrun has started."""
-    plumbing.prepare_process(args)
-    device = setup(args)
-    rank = dist.get_rank()
-
-    # Data (yours: see README.md). The sampler yields all indices of a batch and the data set
-    # returns the whole batch, so DataLoader must not collect samples: batch_size=None.
+    device, rank, world_size = setup(args)
+    config = zero.read_settings(args)
+    # Data: replace these lines by your data sets; any torch.utils.data.Dataset will do.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
-        plumbing.fail(error)
-    # Pinned memory: no step waits for its copy to a GPU.
-    loading = {"batch_size": None, "pin_memory": device.type == "cuda"}
-    # deepspeed: shuffled parts of equal length: who had more steps would wait forever
-    sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
-    # deepspeed: each test sample exactly once; a DistributedSampler would repeat some, or drop them
-    shard = range(rank, len(test_set), args.world_size)
-    batches = list(BatchSampler(shard, args.batch_size, drop_last=False))
-    # deepspeed: at stage 3 all processes must call forward equally often: with empty batches
-    while len(batches) < math.ceil(len(test_set) / (args.world_size * args.batch_size)):
-        batches.append([])
-    test_loader = DataLoader(test_set, sampler=batches, **loading)
+        longrun.fail(error)
+    # deepspeed: shuffled parts of equal length: a process with one step more would hang
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
+    parts = args.gradient_accumulation_steps
+    steps = min(len(sampler) // (args.batch_size * parts), args.limit_steps or len(train_set))
+    if not steps:
+        longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
+    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
+    # deepspeed: each test sample once; a DistributedSampler would repeat some or leave some out
+    test_part = Subset(test_set, range(rank, len(test_set), world_size))
+    test_loader = DataLoader(test_part, args.batch_size, **extra)
 
-    # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
-    engine = create_engine(args)
-    progress = resume(args, engine)
+    # Model: replace it by yours.
+    torch.manual_seed(args.seed)
+    model = ConvNet()
+    # What checkpoint.pt has: add all that your training changes, such as averaged weights. Of the
+    # model it has names and shapes: DeepSpeed's own files have the weights, and the rest.
+    stateful = {"model": copy.deepcopy(model).to("meta")}
+    # The learning rate rises during the warm-up; put another scheduler of PyTorch here.
+    scheduler = partial(LambdaLR, lr_lambda=lambda n: min(1, (n + 1) / (args.warmup_steps + 1)))
+    scheduler = None if "scheduler" in config else scheduler  # DeepSpeed makes that of its file
+    # deepspeed: moves the model to the device, and makes the optimizer that the file names.
+    # Of N processes each keeps 1/N of the optimizer's state (ZeRO stages 1 to 3), of the gradients
+    # (2 and 3) and of the weights (3). At stage 0 each process keeps everything, as with DDP.
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config, lr_scheduler=scheduler
+    )
+    progress = {"step": 0, "history": []}  # optimizer steps of the run, and rows of metrics.csv
+    what = f"{type(model).__name__} on {args.dataset}"
+    where = "nccl on cuda" if device.type == "cuda" else "gloo on cpu"
+    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)
+    if progress["step"]:  # deepspeed: each process reads its own files
+        engine.load_checkpoint(*sharded.find_checkpoint(args, progress))
+        sharded.scale_rates(args, progress, engine.optimizer, engine.lr_scheduler)
 
-    # Train.
-    plumbing.print_config(args, plumbing.learning_rate(args, args.warmup_steps))
-    name = type(engine.module).__name__
-    plumbing.print_header(args, f"{name} on {args.data_name}", device, progress)
     for epoch in range(len(progress["history"]), args.epochs):
-        sampler.set_epoch(epoch)  # deepspeed: shuffles anew; each takes its part of one order
-        batches = BatchSampler(sampler, args.batch_size, drop_last=True)
-        batches = plumbing.batches_left(args, progress, batches)  # those of complete steps
-        train_loader = DataLoader(train_set, sampler=batches, **loading)
-        train_loss, samples, seconds = train_one_epoch(args, engine, train_loader, device)
-        test_loss, accuracy = evaluate(engine, test_loader, device)
+        sampler.set_epoch(epoch)  # deepspeed: another order in each epoch, the same for all
+        longrun.seed(args.seed, epoch, rank)  # for the loader's workers, if it has some
+        train_loader = DataLoader(
+            train_set, args.batch_size, sampler=sampler, drop_last=True, **extra
+        )
+        batches, start = islice(train_loader, steps * parts), time.perf_counter()
+        train_loss = train_one_epoch(args, engine, batches, device, progress)
+        seconds = time.perf_counter() - start
+        test_loss, accuracy = evaluate(args, engine, test_loader, device)
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
-        row |= {"test_accuracy": accuracy, "samples_per_second": samples / seconds}
-        row |= {"seconds": seconds, "world_size": args.world_size}
-        progress["history"].append(row)
-        progress["step"] = engine.global_steps
-        save_checkpoint(args, engine, progress)
-        plumbing.print_epoch(args, progress)
-
-    # Finish.
-    path = args.output_dir / "model.pt"
-    weights = shards.gather_weights(engine.module)  # deepspeed: at stage 3, from all processes
-    if rank == 0:  # deepspeed: all processes have the same weights now; one writes them
-        plumbing.write(path, lambda file: torch.save(weights, file))
-    accuracy = progress["history"][-1]["test_accuracy"]
-    plumbing.finish(args, progress, f"finished: test acc {accuracy:.2%}, model in {path}")
+        speed = steps * args.global_batch / seconds
+        row |= {"test_accuracy": accuracy, "samples_per_second": speed, "seconds": seconds}
+        progress["history"].append(row | {"world_size": world_size})
+        save_checkpoint(args, engine, stateful, progress)
+    weights = partial(zero.whole_weights, args, engine, progress)
+    longrun.write(args, "model.pt", lambda file: torch.save(weights(), file))
+    longrun.end(args, progress, "finished")
 
 
 if __name__ == "__main__":

@@ -3,23 +3,22 @@
 Locally:   python minimal.py
 On SLURM:  sbatch minimal.slurm
 
-train.py is the same training with what a long job needs: checkpoints, restarts, clear errors.
+train.py is the same training plus what a long job needs: flags, checkpoints, clear errors.
 Comments that begin with "ddp:" or "lightning:" mark what a single process would not need.
 """
 
 import os
-import warnings
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from common import data  # the folder beside this file
 from common.models import ConvNet
 
-EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: of each process
-warnings.filterwarnings("ignore", "Grad strides")  # about conv1's memory layout: harmless
+EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: samples per batch of each process
 
 
 class LitConvNet(L.LightningModule):
@@ -35,36 +34,41 @@ class LitConvNet(L.LightningModule):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), LR)
 
+    def on_train_epoch_start(self):
+        self.sums = torch.zeros(2, dtype=torch.double, device=self.device)  # loss, samples
+
     def training_step(self, batch, _):
         images, labels = batch
-        logits = self(images)
-        loss = F.cross_entropy(logits, labels)
-        # All batches are equally large: the sum of these shares is the mean over all samples.
-        share = loss.double() / self.trainer.num_training_batches / self.trainer.world_size
-        # lightning: sums over the steps (reduce_fx), and over all processes (sync_dist)
-        self.log("train_loss", share, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
+        loss = F.cross_entropy(self(images), labels)
+        self.sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
+        self.sums[1] += len(labels)
         return loss  # ddp: Lightning calls backward(), in which DDP averages the gradients
+
+    def on_validation_start(self):
+        dist.all_reduce(self.sums)  # ddp: sum over all processes
+        self.train_loss = (self.sums[0] / self.sums[1]).item()
+        for buffer in self.buffers():  # ddp: BatchNorm's statistics differ: use rank 0's
+            dist.broadcast(buffer, src=0)
+        self.sums = torch.zeros(3, dtype=torch.double, device=self.device)  # loss, correct, samples
 
     def validation_step(self, batch, _):
         images, labels = batch
         logits = self(images)
-        loss = F.cross_entropy(logits, labels, reduction="sum").double()
-        correct = (logits.argmax(1) == labels).sum().double()
-        size = len(self.trainer.val_dataloaders.dataset)
-        metrics = {"test_loss": loss / size, "test_accuracy": correct / size}
-        # lightning: a sum as well; "mean" would weight batches by a count that it has rounded
-        self.log_dict(metrics, sync_dist=True, reduce_fx="sum")
+        self.sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        self.sums[1] += (logits.argmax(1) == labels).sum()
+        self.sums[2] += len(labels)
 
-    def on_train_epoch_end(self):  # lightning: comes after the validation of this epoch
-        metrics = self.trainer.callback_metrics
+    def on_validation_epoch_end(self):
+        dist.all_reduce(self.sums)  # ddp: sum over all processes
+        test_loss, accuracy = (self.sums[:2] / self.sums[2]).tolist()
         if self.trainer.is_global_zero:
-            losses = f"train loss {metrics['train_loss']:.4f}, test loss {metrics['test_loss']:.4f}"
-            accuracy = f"test acc {metrics['test_accuracy']:.2%}"
-            print(f"epoch {self.current_epoch + 1}: {losses}, {accuracy}", flush=True)
+            losses = f"train loss {self.train_loss:.4f}, test loss {test_loss:.4f}"
+            print(f"epoch {self.current_epoch + 1}: {losses}, test acc {accuracy:.2%}", flush=True)
 
 
 def main():
     """Train as the first process, which starts the others, or as one that srun has started."""
+    torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
     trainer = L.Trainer(
         devices="auto" if torch.cuda.is_available() else 2,  # on each node: --ntasks-per-node
         num_nodes=int(os.environ.get("SLURM_JOB_NUM_NODES", 1)),
@@ -79,26 +83,22 @@ def main():
     rank = trainer.global_rank
     world_size = trainer.world_size
 
-    # train_set[indices] reads a whole batch at once. Samplers yield the lists: batch_size=None.
-    # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
-    train_set, test_set = data.load("digits")
-    # ddp: shuffled parts of equal length: whoever had more steps would wait for the others forever
+    train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
+    # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    batches = BatchSampler(sampler, BATCH_SIZE, drop_last=True)
-    batches.set_epoch = sampler.set_epoch  # lightning: calls it in each epoch, to shuffle anew
-    train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
-    # ddp: each test sample exactly once; a DistributedSampler would repeat some, or drop them
-    shard = range(rank, len(test_set), world_size)
-    # lightning: an empty batch, since it refuses a loader without any
-    batches = list(BatchSampler(shard, BATCH_SIZE, drop_last=False)) or [[]]
-    test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
+    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    extra = {"collate_fn": data.collate, "pin_memory": torch.cuda.is_available()}
+    train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
+    # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
+    test_part = Subset(test_set, range(rank, len(test_set), world_size))
+    test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
 
-    torch.manual_seed(SEED + rank)  # ddp: for dropout; all get the weights of rank 0 below
+    torch.manual_seed(SEED + rank)  # ddp: each process drops other units; DDP copies the weights
     model = LitConvNet()
     trainer.fit(model, train_loader, test_loader)
     if rank == 0:  # ddp: all processes have the same weights; one writes them
         torch.save(model.model.cpu().state_dict(), "model.pt")
-    os._exit(0)  # at once: while Python shuts down, Gloo's threads can abort the process
+    os._exit(0)  # skip Python's clean-up, in which Gloo sometimes aborts (PyTorch 2.15)
 
 
 if __name__ == "__main__":

@@ -3,255 +3,197 @@
 Locally:   python train.py --devices 2
 On SLURM:  sbatch run.slurm --epochs 10
 
-It is minimal.py with what a long job needs: flags, and checkpoints that survive a kill. Comments
-that begin with "ddp:" or "lightning:" mark what a single process would not need. The functions of
-plumbing and launching keep the job alive.
+It is minimal.py plus flags, checkpoints, and a stop after any epoch.
+Comments that begin with "ddp:" or "lightning:" mark what a single process would not need.
 """
 
-import os
-import signal
-import sys
+import argparse
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
-from lightning.pytorch.strategies import DDPStrategy
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-import launching
-import plumbing
+import longrun
 from common import data
 from common.models import ConvNet
+from strategy import WholeFiles
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp64": "64-true"}  # the Trainer's names
 
 
 def parse_args():
-    srun = launching.started_by_srun()
-    devices = launching.devices_per_node(srun)
-    parser = plumbing.arguments(__doc__, PRECISIONS)  # --epochs and what else all examples have
-    add = parser.add_argument
-    add("--devices", type=int, default=devices, help="number of processes on each node")
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = longrun.fail  # print the error as one line, without the usage
+    add, positive = parser.add_argument, longrun.positive
+    add("--devices", type=positive, default=torch.cuda.device_count() or 2, help="processes a node")
+    add("--nodes", type=positive, help="on which srun has started the processes, in run.slurm")
     add("--dataset", choices=data.NAMES, default="digits")
     add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
-    add("--logger", choices=("CSVLogger", "TensorBoardLogger"), help="also log with this one")
+    add("--epochs", type=positive, default=5, help="total number, including those before a resume")
+    add("--batch-size", type=positive, default=64, help="samples per batch of each process")
+    add("--global-batch", type=positive, help="samples per step; sets --batch-size")
+    add("--lr", type=float, default=1e-3, help="learning rate")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
+    add("--precision", choices=tuple(PRECISIONS), default="fp32", help="bf16: mixed")
+    add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
+    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
+    add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
+    add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
+    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
+    add("--logger", choices=("CSVLogger", "TensorBoardLogger"), help="log with this one, too")
     args = parser.parse_args()
-    args.srun = srun
-    args.nodes = int(os.environ["SLURM_STEP_NUM_NODES"]) if srun else 1
-    args.processes = args.devices
-    args.world_size = args.devices * args.nodes
-    plumbing.check_args(parser, args)
-    plumbing.share_batch(args)  # --global-batch, if given, sets --batch-size
-    launching.check_tasks(parser, args)
+    processes = args.devices * (args.nodes or 1)
+    args.global_batch = args.global_batch or args.batch_size * processes
+    args.batch_size, rest = divmod(args.global_batch, processes)
+    if rest or not args.batch_size:
+        parser.error(f"--global-batch {args.global_batch} must be a multiple of {processes}")
     return args
 
 
 class LitConvNet(L.LightningModule):
     """The model with its losses and its optimizer; trainer.fit calls these methods."""
 
-    def __init__(self, args):
+    def __init__(self, args, data_sets):
         super().__init__()
-        self.args = args
+        self.args, self.data_sets = args, data_sets
         self.model = ConvNet()
+        self.progress = {"step": 0, "history": [], "lr": args.lr}  # history: rows of metrics.csv
 
     def forward(self, images):
-        return self.model(images).to(images.dtype)
+        logits = self.model(images)
+        return logits.float() if self.args.precision == "bf16" else logits
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), self.args.lr)
+        optimizer = torch.optim.AdamW(self.parameters(), self.args.lr)
+        # The learning rate rises during the warm-up; put another scheduler of PyTorch here.
+        warmup = self.args.warmup_steps
+        scheduler = LambdaLR(optimizer, lambda step: min(1, (step + 1) / (warmup + 1)))
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def setup(self, stage):  # lightning: the processes have joined; it has read no checkpoint yet
+        args, what = self.args, f"{type(self.model).__name__} on {self.args.dataset}"
+        where = "nccl on cuda" if self.device.type == "cuda" else "gloo on cpu"
+        # What is compared, and loaded, of a checkpoint. lightning: loads it again, with the rest.
+        stateful = {"state_dict": self}
+        self.progress = longrun.start(args, what, where, self.data_sets, stateful, self.progress)
+        longrun.seed(args.seed, len(self.progress["history"]), self.global_rank)  # for workers
+        longrun.alive(None)  # the first step has no time limit: it may compile kernels
 
     def on_train_start(self):
-        plumbing.begin_training(self.trainer, self.progress)
-        # lightning: its own handler waits for the step's end; SLURM kills soon, so end at once
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # DDP chooses in its first backward pass in which order it sums gradients. One is done now,
-        # on zeros of the input's shape: a resumed run then sums in the same order, and has the
-        # same bits.
-        zeros = torch.zeros(1, 1, 28, 28, device=self.device, dtype=self.dtype)
-        plumbing.fix_summation_order(self.trainer.model, zeros)
+        # A resume with another --lr takes effect. lightning: has loaded the rates of before.
+        before, self.progress["lr"] = self.progress["lr"], self.args.lr
+        factor = self.args.lr / before if before else 1
+        for group in self.optimizers().param_groups:
+            group["lr"] *= factor
+        scheduler = self.lr_schedulers()
+        if hasattr(scheduler, "base_lrs"):  # not all of PyTorch's schedulers have them
+            scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
 
     def on_train_epoch_start(self):
+        # ddp: rank 0 decides whether all stop; each has to call this, or others hang
+        if self.trainer.strategy.broadcast(longrun.wish(self.args)) == longrun.STOP:
+            longrun.end(self.args, self.progress, "stopped")  # job.sh requeues the job
         self.start = time.perf_counter()
+        self.sums = torch.zeros(2, dtype=torch.double, device=self.device)  # loss, samples
 
-    def training_step(self, batch, _):
+    def training_step(self, batch, number):
+        # ddp: each process and batch gets its own random numbers (dropout), also after a resume
+        longrun.seed(self.args.seed, self.current_epoch, number, self.global_rank)
         images, labels = batch
-        logits = self(images)
-        loss = F.cross_entropy(logits, labels)
-        # If it is not finite, the next save ends the run.
-        plumbing.note_loss(self.trainer.train_dataloader, loss)
-        # All batches are equally large: the sum of these shares is the mean over all samples.
-        share = loss.double() / self.trainer.num_training_batches / self.trainer.world_size
-        # lightning: sums over the steps (reduce_fx), and over all processes (sync_dist)
-        self.log("train_loss", share, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
+        loss = F.cross_entropy(self(images), labels)
+        self.sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
+        self.sums[1] += len(labels)
         return loss  # ddp: Lightning calls backward(), in which DDP averages the gradients
 
-    def on_before_optimizer_step(self, optimizer):
-        if not self.trainer.lr_scheduler_configs:  # you may add a scheduler
-            plumbing.set_learning_rate(self.args, optimizer, self.trainer.global_step)
+    def on_train_batch_end(self, *_):
+        longrun.alive(self.args.timeout)  # ends this process unless it calls this again in time
 
     def on_validation_start(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()  # the GPU may still be at the last steps
-        self.seconds = time.perf_counter() - self.start
+        dist.all_reduce(self.sums)  # ddp: sum over all processes
+        self.train_loss, samples = (self.sums[0] / self.sums[1]).item(), self.sums[1].item()
+        seconds = time.perf_counter() - self.start
+        self.speed = {"samples_per_second": samples / seconds, "seconds": seconds}
+        for buffer in self.buffers():  # ddp: BatchNorm's statistics differ: use rank 0's
+            dist.broadcast(buffer, src=0)
+        self.sums = torch.zeros(3, dtype=torch.double, device=self.device)  # loss, correct, samples
 
     def validation_step(self, batch, _):
         images, labels = batch
         logits = self(images)
-        loss = F.cross_entropy(logits, labels, reduction="sum").double()
-        correct = (logits.argmax(1) == labels).sum().double()
-        size = len(self.trainer.val_dataloaders.dataset)
-        metrics = {"test_loss": loss / size, "test_accuracy": correct / size}
-        # lightning: a sum as well; "mean" would weight batches by a count that it has rounded
-        self.log_dict(metrics, sync_dist=True, reduce_fx="sum")
+        self.sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        self.sums[1] += (logits.argmax(1) == labels).sum()
+        self.sums[2] += len(labels)
+        longrun.alive(self.args.timeout)
 
-    def on_train_epoch_end(self):  # lightning: comes after the validation of this epoch
-        metrics = self.trainer.callback_metrics
-        row = {"epoch": self.current_epoch + 1}
-        row |= {name: metrics[name].item() for name in ("train_loss", "test_loss", "test_accuracy")}
-        samples = self.args.steps_per_epoch * self.args.global_batch
-        row |= {"samples_per_second": samples / self.seconds, "seconds": self.seconds}
-        row |= {"world_size": self.args.world_size}
-        self.progress["history"].append(row)
-        self.progress["step"] = self.trainer.global_step
-        # Stops the run if a loss is not finite; otherwise EpochCheckpoint saves it now.
-        plumbing.check_results(self.args, self, self.progress)
-
-    def on_save_checkpoint(self, checkpoint):  # lightning: has the state of model and optimizer
-        checkpoint["progress"] = self.progress
+    def on_validation_epoch_end(self):
+        dist.all_reduce(self.sums)  # ddp: sum over all processes
+        test_loss, accuracy = (self.sums[:2] / self.sums[2]).tolist()
+        row = {"train_loss": self.train_loss, "test_loss": test_loss, "test_accuracy": accuracy}
+        # lightning: for loggers and callbacks; "max", since all processes have the same values
+        self.log_dict(row, sync_dist=True, reduce_fx="max")
+        row = {"epoch": self.current_epoch + 1} | row | self.speed
+        self.progress["history"].append(row | {"world_size": self.trainer.world_size})
+        self.progress["step"] = self.global_step
 
 
-class EpochCheckpoint(ModelCheckpoint):
-    """Save after each epoch, and then print its line: an epoch that is printed is not lost."""
-
-    FILE_EXTENSION = ".pt"
-
-    def on_train_epoch_end(self, trainer, module):
-        super().on_train_epoch_end(trainer, module)
-        plumbing.print_epoch(module.args, module.progress)
-
-    def state_dict(self):
-        return {}  # lightning: it would have paths, which are others after the folder has moved
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """How the Trainer writes and reads its checkpoints; of all processes, rank 0 writes."""
-
-    def __init__(self, args):
-        self.args = args
-        self.path = os.path.realpath(os.path.join(args.output_dir, "checkpoint.pt"))
-        self.checkpoint = None  # what resume() has read
-
-    def save_checkpoint(self, checkpoint, path, storage_options=None):
-        if os.path.realpath(path) != self.path:  # of a ModelCheckpoint that you have added
-            return super().save_checkpoint(checkpoint, path, storage_options)
-        return plumbing.write_checkpoint(self.args, checkpoint)  # as a whole or not at all
-
-    def load_checkpoint(self, path, **options):
-        checkpoint, self.checkpoint = self.checkpoint, None  # kept no longer than it is needed
-        if os.path.realpath(path) != self.path or checkpoint is None:  # of trainer.test, perhaps
-            return super().load_checkpoint(path, **options)
-        return checkpoint
-
-
-def setup(args):
-    """Start the other processes, if srun has not; join the process group; return the Trainer."""
-    if torch.cuda.is_available():
-        torch.set_float32_matmul_precision("high")  # TF32: faster products in fp32, since the A100
+def main(args):
+    """Train as the first process, which starts the others, or as one that srun has started."""
+    torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
+    # lightning: saves the state of model, optimizer, scheduler, loops and callbacks at each epoch
+    saving = ModelCheckpoint(args.output_dir, "checkpoint", enable_version_counter=False)
+    saving.FILE_EXTENSION = ".pt"
     # lightning: who has started the processes, and by which variables each knows its rank
-    environment = SLURMEnvironment(auto_requeue=False) if args.srun else LightningEnvironment()
+    environment = SLURMEnvironment(auto_requeue=False) if args.nodes else LightningEnvironment()
     trainer = L.Trainer(
-        accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=args.devices,
-        num_nodes=args.nodes,
-        strategy=DDPStrategy(timeout=timedelta(seconds=args.timeout)),
-        plugins=[environment, AtomicCheckpointIO(args)],
-        callbacks=[EpochCheckpoint(args.output_dir, "checkpoint", enable_version_counter=False)],
+        num_nodes=args.nodes or 1,
+        strategy=WholeFiles(timeout=timedelta(seconds=10 * args.timeout)),
+        plugins=[environment],
+        callbacks=[saving],
         precision=PRECISIONS[args.precision],
         max_epochs=args.epochs,
+        limit_train_batches=args.limit_steps,
+        limit_val_batches=args.limit_steps,
         logger=getattr(L.pytorch.loggers, args.logger)(args.output_dir) if args.logger else False,
         use_distributed_sampler=False,  # lightning: its sampler would repeat test samples
         num_sanity_val_steps=0,  # a restart would have to wait for it
-        enable_progress_bar=sys.stdout.isatty(),  # it would fill a log file
+        enable_progress_bar=False,  # it would fill a log file
+        enable_model_summary=False,
     )
-    plumbing.check_gpu(trainer.strategy.root_device)
-    launcher = trainer.strategy.launcher
-    # lightning: runs this script again for each further process, unless srun has done so. fit
-    # would start and join them as well, but only after the data and the checkpoint were read.
-    launcher.launch(launching.watch, launcher)
-    trainer.strategy.setup_environment()  # lightning: joins the process group
-    return trainer
-
-
-def resume(args, trainer, model):
-    """Have fit find the checkpoint, if there is one; return how far the run is."""
-    progress = {"step": 0, "history": []}  # steps of the whole run; rows of metrics.csv
-    found = plumbing.read_checkpoint(args, model) if trainer.global_rank == 0 else None
-    # ddp: rank 0 decides; then each process reads the file, or ends if rank 0 has found an error
-    checkpoint = plumbing.share_checkpoint(args, found)
-    if checkpoint:
-        trainer.strategy.checkpoint_io.checkpoint = checkpoint
-        progress = checkpoint["progress"]
-    return progress
-
-
-@launching.print_errors
-def main(args):
-    """Train as the first process, which starts the others, or as one that srun has started."""
-    launching.prepare_process(args)
-    trainer = setup(args)
-    device = trainer.strategy.root_device
-    rank = trainer.global_rank
-
-    # Data (yours: see README.md). The sampler yields all indices of a batch and the data set
-    # returns the whole batch, so DataLoader must not collect samples: batch_size=None.
+    rank, world_size = trainer.global_rank, trainer.world_size
+    longrun.prepare(args, rank, world_size, dist.all_gather_object, dist.destroy_process_group)
+    # Data: replace these lines by your data sets; any torch.utils.data.Dataset will do.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
-        plumbing.fail(error)
-    # Pinned memory: no step waits for its copy to a GPU.
-    loading = {"batch_size": None, "pin_memory": device.type == "cuda"}
-    # ddp: shuffled parts of equal length: whoever had more steps would wait for the others forever
-    sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
-    batches = BatchSampler(sampler, args.batch_size, drop_last=True)
-    batches.set_epoch = sampler.set_epoch  # lightning: calls it in each epoch, to shuffle anew
-    train_loader = DataLoader(train_set, sampler=batches, **loading)
-    # ddp: each test sample exactly once; a DistributedSampler would repeat some, or drop them
-    shard = range(rank, len(test_set), args.world_size)
-    # lightning: an empty batch, since it refuses a loader without any
-    batches = list(BatchSampler(shard, args.batch_size, drop_last=False)) or [[]]
-    test_loader = DataLoader(test_set, sampler=batches, **loading)
+        longrun.fail(error)
+    # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
+    if len(sampler) < args.batch_size:
+        longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
+    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    extra = {"collate_fn": data.collate, "pin_memory": torch.cuda.is_available()}
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **extra)
+    # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
+    test_part = Subset(test_set, range(rank, len(test_set), world_size))
+    test_loader = DataLoader(test_part, args.batch_size, **extra)
 
-    # Model; fit creates the optimizer, and loads the state of both if the run is resumed.
-    torch.manual_seed(args.seed + rank)  # ddp: all get the weights of rank 0 below
-    model = LitConvNet(args)
-    # lightning: fit would convert the weights to fp64 after it has loaded and rounded a checkpoint
-    model = trainer.precision_plugin.convert_module(model)
-    progress = resume(args, trainer, model.model)
-    model.progress = progress
-    # ddp: from here on random numbers (augmentation, dropout) differ in each process
-    torch.manual_seed(args.seed + progress["step"] * args.world_size + rank)
-
-    # Train.
-    name = type(model.model).__name__
-    plumbing.print_header(args, f"{name} on {args.data_name}", device, progress)
-    # lightning: with "last" each process would look for itself, and some might not see the file
-    path = args.output_dir / "checkpoint.pt" if progress["history"] else None
-    trained = len(progress["history"]) < args.epochs
+    torch.manual_seed(args.seed)
+    model = LitConvNet(args, (train_set, test_set))
+    model = model.double() if args.precision == "fp64" else model  # before a checkpoint is loaded
+    path = args.output_dir / "checkpoint.pt"
+    path = path if args.resume and path.exists() else None
     trainer.fit(model, train_loader, test_loader, ckpt_path=path)
-    plumbing.end_training(trainer, model, trained)
-
-    # Finish.
-    path = args.output_dir / "model.pt"
-    if rank == 0:  # ddp: all processes have the same weights; one writes them
-        plumbing.write(path, lambda file: torch.save(model.model.cpu().state_dict(), file))
-    accuracy = progress["history"][-1]["test_accuracy"]
-    plumbing.finish(args, progress, f"finished: test acc {accuracy:.2%}, model in {path}")
+    longrun.write(args, "model.pt", lambda file: torch.save(model.model.cpu().state_dict(), file))
+    longrun.end(args, model.progress, "finished")
 
 
 if __name__ == "__main__":

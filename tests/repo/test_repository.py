@@ -131,7 +131,12 @@ def test_hosted_is_careful(hosted: dict[str, Any]) -> None:
 
 
 # What people copy, or take to their cluster, and what it may import of the folders at the top.
-ALONE = {"common": {"common"}, "longrun": set(), "plumbing": {"common"}, "examples": {"common", "longrun", "plumbing"}}
+ALONE = {
+    "common": {"common"},
+    "longrun": {"longrun"},
+    "plumbing": {"common"},
+    "examples": {"common", "longrun", "plumbing"},
+}
 ALONE |= {
     "preflight": set(),
     "jupyter": set(),

@@ -19,6 +19,7 @@ from harness.jobs import (
     Job,
     assert_completed,
     hand_over,
+    header,
     held,
     hold,
     kill_worker,
@@ -93,7 +94,7 @@ def test_stopped_and_continued(example: str, source: Path, lab: Lab, tmp_path: P
     line = f"sbatch run.slurm --output-dir output/{job.id}"
     assert line.replace(job.id, "1234") in (ROOT / "examples" / example / "README.md").read_text()
     (folder / ".venv").symlink_to(sys.prefix)
-    options = ("--nodes=1", "--cpus-per-task=2")
+    options = ("--nodes=1", f"--cpus-per-task={2 // header(source, 'ntasks-per-node')}")
     again = submit(lab, example, folder, *FEW, options=options, line=line, SBATCH_EXPORT="NONE")
     if recovers:
         again.wait_for_epoch(4)
