@@ -1,7 +1,7 @@
 """What results.ipynb shows of a run: tables, curves and pictures, made from what train.py has written.
 
 A run is a folder with metrics.csv: its figures, epoch by epoch. run.json beside it has what the run was: its settings,
-starts and stops, and the profile if there is one. Without it, only what metrics.csv says is shown.
+starts and stops. Without it, only what metrics.csv says is shown.
 
 Only NumPy, matplotlib and what is in this folder are imported here. What needs the model imports PyTorch or Keras when
 it is called, because the environment of each example has its own packages only. It also imports the Python files that
@@ -93,11 +93,6 @@ class Run(reader.Run):
     def floor(self) -> float | None:
         """The entropy of a random source in nats per token, below which no loss can be; None if it is not known."""
         return self.settings.get("entropy")
-
-    @property
-    def profile(self) -> dict[str, float]:
-        """The shares of a step that --profile has found last, from 0 to 1; empty if there is no profile."""
-        return self.facts.get("profile", {}).get("shares", {})
 
 
 # ---- Runs: find them, choose some, compare them ----
@@ -299,32 +294,6 @@ def throughput(runs: Sequence[Run]) -> Figure:
     return _finish(figure)
 
 
-def profile_shares(runs: Sequence[Run]) -> Figure | Text:
-    """Return a figure of what each run's steps spend their time on, or a sentence if none has a profile."""
-    profiled = [run for run in runs if run.profile]
-    if not profiled:
-        return Text(
-            "None of these runs has a profile. The example torchrun_vision measures one with `--profile`; for others "
-            "see torch.profiler, or what their framework offers."
-        )
-    figure, axes = plt.subplots(figsize=(10, 1.6 + 0.7 * len(profiled)), layout="constrained")
-    names = list(dict.fromkeys(name for run in profiled for name in run.profile))
-    left = np.zeros(len(profiled))
-    for number, name in enumerate(names):
-        shares = np.array([100 * run.profile.get(name, 0) for run in profiled])
-        bars = axes.barh(range(len(profiled)), shares, 0.6, left, color=f"C{number}", alpha=0.8, label=name)
-        # A number that is wider than its part of the bar would cover the next one.
-        axes.bar_label(bars, [f"{share:.1f}%" if share >= 5 else "" for share in shares], label_type="center")
-        left += shares
-    labels = [f"{run.name}\n{run.facts['profile']['seconds']:.3f} s a step" for run in profiled]
-    axes.set_yticks(range(len(profiled)), labels)
-    axes.invert_yaxis()  # the first run at the top
-    axes.set_xlim(0, 100)
-    axes.set_xlabel("share of a step's time (%)")
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    return _finish(figure)
-
-
 PANELS = {"busy": "busy (%)", "memory_mb": "memory (MB)", "watts": "power (W)", "mhz": "clock (MHz)"}
 
 
@@ -488,16 +457,16 @@ def _predict_convnet(run: Run, dataset: str, data_dir: str) -> Predictions:
 
 
 def _predict_files(run: Run, name: str, data_dir: str, image_size: int) -> Predictions:
-    """Predict with model.pt, the classifiers and the image files of torchrun_vision, transformed as in its test."""
+    """Predict with model.pt and the image files of torchrun_vision, transformed as in its test."""
     import torch
+    from torchvision import models
 
-    import classifiers
     import image_files
 
-    image_files.stage = lambda path: os.open(path, os.O_RDONLY)  # one process alone reads a tar where it is
-    test_set, names = image_files.load(_in(run.example, data_dir), image_size)[1:]
+    _, test_set = image_files.load(_in(run.example, data_dir), image_size, seed=0)
+    names = test_set.classes
     other = f"is no {name} for the {len(names)} classes in {data_dir}: pass data_dir=..."
-    model, dtype = _with_weights(classifiers.make(name, len(names), image_size), run, other)
+    model, dtype = _with_weights(models.get_model(name, num_classes=len(names)), run, other)
 
     def image(index: int) -> torch.Tensor:
         return test_set[index][0]
@@ -505,7 +474,7 @@ def _predict_files(run: Run, name: str, data_dir: str, image_size: int) -> Predi
     with ThreadPoolExecutor() as threads:  # decoding does not hold Python's lock
         parts = (torch.stack([*threads.map(image, part)]) for part in _parts(len(test_set)))
         logits = _compute(model, (image_files.normalise(images, dtype) for images in parts))
-    labels = np.asarray(test_set.labels)
+    labels = np.asarray(test_set.targets)
     return Predictions(data_dir, tuple(names), labels, logits, lambda i: image(i).permute(1, 2, 0).numpy())
 
 

@@ -14,7 +14,7 @@ from harness import outputs, readme, runs
 from harness.launchers import ROOT
 from harness.runs import Reference
 
-pytestmark = pytest.mark.only("torchrun_vision")  # whose environment has TensorBoard
+pytestmark = pytest.mark.only("lightning")  # whose environment has TensorBoard
 PAGE = ROOT / "runs" / "README.md"
 
 
@@ -144,7 +144,6 @@ def test_mlflow_and_wandb(
 ) -> None:
     """The same with MLflow and W&B: one run, its settings, and each epoch's values once."""
     pinned = re.search(rf"{tool}==[\d.]+", PAGE.read_text())[0]
-    assert pinned in (ROOT / "examples" / example / "README.md").read_text()
     extra = tmp_path / "extra"
     install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--target", str(extra), pinned]
     subprocess.run(install, check=True, timeout=400)

@@ -116,10 +116,10 @@ def test_notebook(example: str, finished: Path, tmp_path: Path) -> None:
     wrong = [output for cell in cells for output in cell.outputs if output.output_type == "error" or "name" in output]
     assert not [output for output in wrong if output.get("name") != "stdout"], wrong
     shown = [len(pictures(cell)) for cell in cells]
-    assert shown == ([0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 0] if images else [0, 0, 1, 1, 0, 0, 0, 0, 0, 0]), shown
+    assert shown == ([0, 0, 1, 1, 0, 0, 0, 1, 1, 0] if images else [0, 0, 1, 1, 0, 0, 0, 0, 0]), shown
     row = outputs.read_metrics(finished / "output")[-1]
     text = texts(cells)
-    assert f"| {row['test_loss']:.4f} |" in text and "`--profile`" in text and "| yes |" in text
+    assert f"| {row['test_loss']:.4f} |" in text and "| yes |" in text
     assert ("no image run" in text) == (not images)
     node = rf"\| {os.uname().nodename} \| 2 \| \d:\d\d:\d\d \| \d+\.\d of \d+ \| \d+ \| 0 \| \d+ \|"
     assert re.search(node, text), text
@@ -179,7 +179,7 @@ def test_refusals(
             finished / "output" / "run.json"
         ).unlink()
         (run,) = results.find_runs(finished)
-        assert (run.facts, run.restarts, run.floor, run.profile) == ({}, [], None, {})
+        assert (run.facts, run.restarts, run.floor) == ({}, [], None)
     assert results.learning_curves([run]).get_suptitle().startswith(f"no run.json of {run.name}: restarts")
     assert "not found" in results.show([run]) and isinstance(results.confusion(run), Figure)
     (finished / "output" / "model.pt").unlink()

@@ -122,8 +122,9 @@ def test_read(example: str, image_files: ModuleType, tmp_path: Path, mode: str) 
     pixels(mode).save(path, **({"lossless": True} if mode == "RGB" else {}))
     image = image_files.load_image(str(path))
     assert image.shape == (3, 6, 8) and image.dtype == torch.uint8
-    expected = np.asarray(pixels(mode))[..., None] // 256
-    if mode != "I;16":
+    if mode == "I;16":
+        expected = np.asarray(pixels(mode))[..., None] // 256
+    else:
         expected = np.asarray(Image.open(path).convert("RGB"))
     assert np.abs(image.permute(1, 2, 0).numpy().astype(int) - expected.astype(int)).max() <= 1
 
