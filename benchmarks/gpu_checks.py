@@ -25,7 +25,7 @@ NEEDED = {  # by an example, beside torch
     "deepspeed": ("deepspeed", "hjson", "pydantic"),
     "lightning": ("lightning",),
     "lora": ("transformers", "peft"),
-    "torchrun_vision": ("torchvision", "simplejpeg"),
+    "torchrun_vision": ("torchvision",),
 }
 NEEDED_BY_SCRIPTS = {"huggingface/peft": "datasets"}
 

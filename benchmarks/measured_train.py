@@ -7,6 +7,7 @@ thread (the backward pass has a thread of its own). All else is train.py's own.
 """
 
 import cProfile
+import itertools
 import json
 import os
 import pstats
@@ -18,32 +19,19 @@ import train
 FIRST, COUNT = 6, 5  # steps: the profiler begins after so many, and takes so many
 
 
-class Kept:
-    """A loader that yields batches which lie in memory, as often as its `batch_sampler` has entries."""
-
-    def __init__(self, batches):
-        self.batches, self.batch_sampler = batches, []
-
-    def __iter__(self):
-        for number in range(len(self.batch_sampler)):
-            yield self.batches[number % len(self.batches)]
-
-    def __len__(self):
-        return len(self.batch_sampler)
-
-
 def keep_batches(number):
-    """Have train.py's loader for training read `number` batches now, and yield these."""
-    make_loaders = train.make_loaders
+    """Have train.py read `number` batches for training once, and train with these in each epoch."""
+    loader, kept = train.DataLoader, []
 
-    def replacement(args, train_set, *others):
-        train_loader, test_loader = make_loaders(args, train_set, *others)
-        size = args.batch_size
-        indices = [(index % len(train_set), index) for index in range(number * size)]
-        train_loader.batch_sampler[:] = [indices[start : start + size] for start in range(0, number * size, size)]
-        return Kept(list(train_loader)), test_loader
+    def replacement(data_set, batch_size, sampler=None, **words):
+        if sampler is None:  # for the test
+            return loader(data_set, batch_size, **words)
+        if not kept:
+            first = sampler[: number * batch_size]
+            kept.extend(loader(data_set, batch_size, sampler=first, **words))
+        return itertools.islice(itertools.cycle(kept), len(sampler) // batch_size)
 
-    train.make_loaders = replacement
+    train.DataLoader = replacement
 
 
 def profile_steps(path):

@@ -22,7 +22,6 @@ from harness.launchers import ROOT
 
 LARGEST = 60  # MB, all together
 PACKAGES = {  # that a machine with PyTorch and Hugging Face's packages may still lack, and what needs each
-    "simplejpeg": "the example torchrun_vision",
     "deepspeed": "the example deepspeed",
     "hjson": "deepspeed",
     "pydantic": "deepspeed",

@@ -84,5 +84,5 @@ def make(classes):
 def without_batchnorm(folder: Path) -> None:
     """Have a copy of torchrun_vision train a model without BatchNorm, whose statistics are of one process's batch."""
     (folder / "plain_model.py").write_text(PLAIN_MODEL)
-    old = "classifiers.make(args.model, classes, args.image_size)"
-    edit(folder / "train.py", old, "__import__('plain_model').make(classes)")
+    old = "models.get_model(args.model, num_classes=len(args.classes))"
+    edit(folder / "train.py", old, "__import__('plain_model').make(len(args.classes))")

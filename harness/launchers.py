@@ -218,7 +218,7 @@ LAUNCHERS = {
         last_below=1,
         global_batch=32,
         prepare="python make_images.py",
-        epoch_start='    start = time.perf_counter() - progress["seconds"]\n',
+        epoch_start="        sampler.set_epoch(epoch)",
         torchvision=True,
         convnet=False,
         job_recovers=True,

@@ -48,6 +48,10 @@ warnings.warn, logging.Logger.warning = noting_warn, noting_log
 """
 
 
+# torchvision's decoders shall go some day. TorchCodec, which is to replace them, fits one release of PyTorch each.
+PERMITTED = ("The image decoding and encoding capabilities of TorchVision are deprecated",)
+
+
 @pytest.fixture
 def variables(folder: Path, tmp_path: Path) -> dict[str, str]:
     """The variables with which each Python process notes what is deprecated, in `folder`/deprecated."""
@@ -65,4 +69,5 @@ def test_nothing_deprecated(example: str, folder: Path, variables: dict[str, str
         line = readme.command(f"examples/{example}/README.md", "... minimal.py")
         assert runs.Run(line.split(), folder, variables).wait().status == 0
     noted = folder / "deprecated"
-    assert not noted.exists(), noted.read_text()
+    lines = noted.read_text().splitlines() if noted.exists() else []
+    assert not [line for line in lines if not any(words in line for words in PERMITTED)], lines

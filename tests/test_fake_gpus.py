@@ -25,7 +25,7 @@ ARGUMENTS = {  # of test_trains, where others reach more of what only a GPU's ru
     "fsdp": "--epochs 1 --tokens 4000 --precision bf16 --cpu-offload --max-grad-norm 1",
     "torchrun_vision": "--epochs 1 --image-size 16 --batch-size 75 --precision fp16 --sync-batchnorm --max-grad-norm 1",
 }
-# What is executed besides. What reads a GPU's profile gets one that was made up: a profiler sees no kernel here.
+# What is executed besides.
 EXTRA = {
     "lora": """
 import runpy
@@ -33,20 +33,6 @@ import sys
 
 sys.argv = ["generate.py", "--prompt", "The river", "--max-new-tokens", "2"]
 runpy.run_path("generate.py", run_name="__main__")
-""",
-    "torchrun_vision": """
-import torch
-from types import SimpleNamespace
-from step_profile import shares_of_a_step
-
-def event(name, start, end, kind="CUDA", note=False):
-    kind, span = getattr(torch.autograd.DeviceType, kind), SimpleNamespace(start=start, end=end)
-    return SimpleNamespace(name=name, time_range=span, device_type=kind, is_user_annotation=note)
-
-events = [event("ProfilerStep#3", 0, 100, "CPU"), event("ProfilerStep#3", 0, 100, note=True)]
-events += [event("enumerate(DataLoader)#x", 0, 20, "CPU"), event("aten::mm", 0, 90, "CPU")]
-events += [event("ncclDevKernel_AllReduce", 20, 50), event("sm80_gemm", 40, 90)]
-assert [round(share, 9) for share in shares_of_a_step(events)] == [0.0001, 0.2, 0.2, 0.5]
 """,
 }
 

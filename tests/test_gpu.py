@@ -157,16 +157,3 @@ def assert_one_gpu_each(listed: str) -> None:
     """Check what nvidia-smi lists: lines with the id of a process and of a GPU."""
     pairs = [tuple(line.split(", ")) for line in listed.splitlines()]
     assert len({pid for pid, _ in pairs}) == len(set(pairs)), f"a process uses several GPUs:\n{listed}"
-
-
-@real
-@pytest.mark.only("torchrun_vision")
-def test_profile(example: str, folder: Path) -> None:
-    """--profile reports the shares of a step, and each process's trace has the GPU's kernels."""
-    run = train(example, folder, "--profile")
-    print(outputs.read_run(run.output)["profile"])
-    traces = sorted((run.output / "profile").iterdir())
-    assert len(traces) == COUNT
-    for trace in traces:
-        kinds = {event.get("cat") for event in json.loads(trace.read_text())["traceEvents"]}
-        assert "kernel" in kinds, kinds

@@ -25,12 +25,12 @@ def command(folder: Path) -> list[str]:
 def test_same_bits_as_train(example: str, folder: Path, reference: Reference) -> None:
     """Alone beside common/, started as it says, it prints the metrics of all processes and writes train.py's model.
 
-    The README has the same command.
+    Image files are in images/, and image_files.py reads them. The README has the same command.
     """
     for path in folder.iterdir():
-        if path.is_dir() and path.name != "common":
+        if path.is_dir() and path.name not in ("common", "images"):
             shutil.rmtree(path)
-        elif path.is_file() and path.name != "minimal.py":
+        elif path.is_file() and path.name not in ("minimal.py", "image_files.py"):
             path.unlink()
     line = readme.command(f"examples/{example}/README.md", "... minimal.py")
     assert line == shlex.join(command(folder))

@@ -166,8 +166,6 @@ def test_another_number_of_processes(example: str, folder: Path, tmp_path: Path)
     if launcher.convnet:
         edits.leave_digits(folder, 200)  # fp64 takes long
         edits.leave_digits(folder, 61, "test")
-    if example == "torchrun_vision":
-        edits.without_batchnorm(folder)
     words = ["--precision", "fp64", "--global-batch", launcher.global_batch // 4 * 3]
     runs.train(example, folder, 1, *words, "--epochs", 2)
     reference = output.rename(tmp_path / "reference")

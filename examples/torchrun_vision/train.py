@@ -4,325 +4,248 @@ Once:      python make_images.py          (writes an example, images/; yours: --
 Locally:   torchrun --standalone --nproc-per-node=2 train.py
 On SLURM:  sbatch run.slurm --epochs 10
 
-The learning rate rises for --warmup-steps, which are those of an epoch by default, and then falls
-to 0. Comments that begin with a tag, such as "ddp:" or "loader:", mark what a single process would
-not need. image_files.py reads, decodes and augments; classifiers.py makes the model; the functions
-of plumbing keep the job alive.
+It is minimal.py plus flags, checkpoints, mixed precision, and a stop after any step. image_files.py
+reads the images. Comments that begin with a tag, such as "ddp:" or "loader:", mark what a single
+process would not need.
 """
 
+import argparse
 import contextlib
 import math
 import os
 import time
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torchvision import models
 
-import classifiers
 import image_files
-import logs
-import plumbing
-import step_profile
+import longrun
 
-# With bf16 and fp16 the weights stay in fp32; only what autocast computes is in 16 bits.
-WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32}
-WEIGHT_DTYPES |= {"fp64": torch.float64}
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # the weights stay in fp32
+# Those two have several outputs in training.
+NAMES = sorted({*models.list_models(module=models)} - {"googlenet", "inception_v3"})
 
 
 def parse_args():
-    parser = plumbing.arguments(__doc__, WEIGHT_DTYPES)  # --epochs and what else all examples have
-    parser.set_defaults(batch_size=16, lr=5e-4, warmup_steps=None)
-    add = parser.add_argument
-    folder = "folder with train/CLASS/*.jpg and val, or a tar of it"
-    add("--data-dir", type=Path, default="images", help=folder)
-    add("--image-size", type=int, default=32, help="pixels; 224 is usual for photographs")
-    names = "a classifier of torchvision"
-    add("--model", choices=classifiers.NAMES, default="resnet18", metavar="NAME", help=names)
-    add("--weights", type=Path, help="state dict on disk to start from, such as torchvision's")
-    add("--new-head", action="store_true", help="start the last layer anew, for other classes")
-    add("--gradient-accumulation-steps", type=int, default=1, help="batches per optimizer step")
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = longrun.fail  # print the error as one line, without the usage
+    add, positive = parser.add_argument, longrun.positive
+    add("--data-dir", default="images", help="with train/CLASS/*.jpg and val/CLASS/")
+    add("--image-size", type=positive, default=32, help="pixels; 224 is usual for photographs")
+    add("--model", choices=NAMES, default="resnet18", metavar="NAME", help="one of torchvision")
+    add("--weights", type=Path, help="state dict of the model to start from; see README.md")
+    add("--epochs", type=positive, default=5, help="total number, including those before a resume")
+    add("--batch-size", type=positive, default=16, help="samples per batch of each process")
+    add("--global-batch", type=positive, help="samples per step; sets --batch-size")
+    add("--gradient-accumulation-steps", type=positive, default=1, help="batches per step")
+    add("--lr", type=float, default=5e-4, help="learning rate")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
     add("--max-grad-norm", type=float, help="clip the norm of the gradients to this value")
-    add("--gradient-checkpointing", action="store_true", help="less memory, a third more computing")
-    statistics = "BatchNorm over the batches of all processes (GPUs)"
-    add("--sync-batchnorm", action="store_true", help=statistics)
-    workers = "processes that read images, for each that trains (from the cores)"
-    add("--workers", type=int, help=workers)
-    add("--prefetch", type=int, default=2, help="batches that each worker reads ahead")
-    add("--compile", action="store_true", help="see docs/compile.md of the repository")
-    every = "also save after so many steps, such as 500, or after a time, such as 10min"
-    add("--checkpoint-every", type=plumbing.steps_or_minutes, help=every)
-    add("--log-to", choices=logs.NAMES, help="also write the metrics for these")
-    profile = "show what 5 steps spend their time on; write a trace"
-    add("--profile", action="store_true", help=profile)
+    add("--precision", choices=("fp32", *AUTOCAST, "fp64"), default="fp32", help="bf16: mixed")
+    add("--sync-batchnorm", action="store_true", help="BatchNorm over all processes (GPUs)")
+    add("--compile", action="store_true", help="compile the model: for long runs on GPUs")
+    # loader: SLURM's share of the cores, but one; torchrun alone sets OMP_NUM_THREADS=1
+    workers = max(1, torch.get_num_threads() - 1)
+    add("--workers", type=lambda n: positive(n, 0), default=workers, help="that read images, each")
+    add("--seed", type=int, default=0, help="for initial weights, shuffling and augmentation")
+    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
+    add("--checkpoint-every", type=float, metavar="MINUTES", help="also save within an epoch")
+    add("--keep-epochs", action="store_true", help="also keep the weights after each epoch")
+    add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
+    add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
+    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
     args = parser.parse_args()
-    args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: processes on all nodes
-    args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun: on this node
-    plumbing.check_args(parser, args)
-    plumbing.share_batch(args)  # --global-batch, if given, sets --batch-size
-    logs.check_args(parser, args)
-    classifiers.check_args(parser, args)
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "LOCAL_RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
+    batches = int(os.environ["WORLD_SIZE"]) * args.gradient_accumulation_steps  # per step
+    args.global_batch = args.global_batch or args.batch_size * batches
+    args.batch_size, rest = divmod(args.global_batch, batches)
+    if rest or not args.batch_size:
+        parser.error(f"--global-batch {args.global_batch} must be a multiple of {batches}")
     return args
 
 
 def setup(args):
-    """Join the process group, and return this process's device."""
+    """Join the process group; return this process's device and rank, and the world size."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    longrun.prepare(args, rank, world_size, dist.all_gather_object, dist.destroy_process_group)
     local_rank = int(os.environ["LOCAL_RANK"])  # torchrun: this process's number on its node
-    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) or len(os.sched_getaffinity(0))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    cores = cores // args.processes
-    if args.workers is None:
-        # loader: with a GPU all cores but one decode images; without one, training needs most
-        args.workers = max(1, cores - 1 if device.type == "cuda" else cores // 4)
-    torch.set_num_threads(max(1, cores - args.workers))  # more threads than cores are slower
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32: faster products in fp32, since the A100
-    plumbing.check_gpu(device)
-    # ddp: NCCL for the gradients on GPUs; Gloo for small things on the CPU, such as requests
+        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
+        torch.backends.cudnn.benchmark = True  # finds the fastest convolutions of this size
+    # ddp: NCCL for tensors on GPUs; Gloo for tensors on the CPU, such as the request to stop
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    # torchrun: has set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, by which all processes meet
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
-    return device
+    # torchrun: sets MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, which init_process_group reads
+    dist.init_process_group(backend, timeout=timedelta(seconds=10 * args.timeout))
+    longrun.alive(None)  # the first step has no time limit: it may compile kernels
+    return device, rank, world_size
 
 
-def train_one_epoch(args, ddp_model, train_loader, parts, device, progress):
-    """Train to the end of an epoch; return the mean loss, the samples of all, and seconds."""
+def predict(args, model, batch, device):
+    """Return the model's logits (B, classes) for a batch, and its labels (B,), on the device."""
+    images, labels = (part.to(device, non_blocking=True) for part in batch)
+    dtype = torch.float64 if args.precision == "fp64" else torch.float32
+    images = image_files.normalise(images, dtype)
+    with torch.autocast(device.type, AUTOCAST.get(args.precision), args.precision in AUTOCAST):
+        logits = model(images)
+    return logits.to(dtype), labels
+
+
+def train_one_epoch(args, ddp_model, batches, stateful, progress):
+    """Train to the end of an epoch; return the mean loss over the samples of all processes."""
     ddp_model.train()
-    torch.backends.cudnn.benchmark = True  # GPUs: tries what suits the one shape of these batches
-    optimizer = parts["optimizer"]
-    scaler = parts["scaler"]
-    start = time.perf_counter() - progress["seconds"]
-    # Loss and samples. The same tensor is in progress: what is added here is also in a checkpoint.
-    sums = progress["sums"]
-    epochs, steps = plumbing.position(args, progress)  # complete epochs; steps of this one
-    first = steps * args.gradient_accumulation_steps + 1  # 1, unless it was stopped in this epoch
-    for number, (images, labels) in enumerate(train_loader, first):
-        completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: every Nth
-        seconds = time.perf_counter() - start
-        # stop: 0 asks to go on, 1 to save after this step, 2 to save and stop
-        request = torch.tensor([plumbing.requested(args, progress, seconds)])
-        # stop: the largest request counts; it travels while this batch is computed
-        pending = dist.all_reduce(request, dist.ReduceOp.MAX, async_op=True)
-        images = images.to(device, non_blocking=True, memory_format=torch.channels_last)  # faster
-        labels = labels.to(device, non_blocking=True)
-        # Dropout: other numbers for each batch and process, and the same ones after a resume.
-        torch.manual_seed(args.seed + (epochs * 10**6 + number) * args.world_size + dist.get_rank())
-        # accumulation: gradients are averaged with the last batch of a step
-        averaging = contextlib.nullcontext() if completes_step else ddp_model.no_sync()
-        with averaging, autocast(args, device):
-            logits = ddp_model(image_files.normalise(images, WEIGHT_DTYPES[args.precision]))
-        loss = F.cross_entropy(logits.to(WEIGHT_DTYPES[args.precision]), labels)
-        scaler.scale(loss / args.gradient_accumulation_steps).backward()  # ddp: averages gradients
-        plumbing.note_loss(train_loader, loss)  # if it is not finite, the next save ends the run
-        sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
+    sums = progress["sums"]  # loss, samples; a checkpoint within the epoch has them, too
+    optimizer, scheduler = stateful["optimizer"], stateful["scheduler"]
+    scaler = stateful["scaler"]  # fp16: small gradients would be 0, so that the loss is scaled up
+    for number, batch in enumerate(batches, 1):
+        part = number % args.gradient_accumulation_steps  # accumulation: 0 is a step's last batch
+        # ddp: each process and batch gets its own random numbers (dropout), also after a resume
+        longrun.seed(args.seed, progress["step"], part, dist.get_rank())
+        if part == 0:  # stop: rank 0 looks for a request to stop, and tells all during backward()
+            answer = torch.tensor(longrun.wish(args))
+            pending = dist.broadcast(answer, src=0, async_op=True)
+        # accumulation: no_sync() keeps DDP from averaging the gradients after every batch
+        with ddp_model.no_sync() if part else contextlib.nullcontext():
+            logits, labels = predict(args, ddp_model, batch, sums.device)
+            loss = F.cross_entropy(logits, labels)
+            # ddp: averages the gradients
+            scaler.scale(loss / args.gradient_accumulation_steps).backward()
+        sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
         sums[1] += len(labels)
-        pending.wait()
-        if not completes_step:
-            continue
-        if args.max_grad_norm:
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
-        factor = cosine(args, progress["step"])
-        plumbing.set_learning_rate(args, optimizer, progress["step"], factor)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        classifiers.average_statistics(ddp_model)  # ddp: those of BatchNorm, over all processes
-        progress["step"] += 1
-        if request >= 1:
-            progress["seconds"] = time.perf_counter() - start
-            save_checkpoint(args, parts, progress)
-            start = time.perf_counter() - progress["seconds"]  # a save is no training
-        if request == 2:
-            plumbing.stop(args, progress)  # stop: ends this process; run.slurm requeues the job
-    progress["seconds"] = time.perf_counter() - start
-    sums = sums.clone()
-    dist.all_reduce(sums)  # ddp: sum over all processes, which all have to call this
-    loss_sum, samples = sums.tolist()
-    return loss_sum / samples, samples, time.perf_counter() - start
-
-
-def autocast(args, device):
-    """Return the context in which models compute in the 16 bits of --precision, if it has them."""
-    return torch.autocast(device.type, AUTOCAST.get(args.precision), args.precision in AUTOCAST)
-
-
-def cosine(args, step):
-    """Return the factor by which the rate of a step, after the warm-up, falls to 0 at the end."""
-    done = max(0, step - args.warmup_steps)
-    length = max(1, args.epochs * args.steps_per_epoch - args.warmup_steps)
-    return (1 + math.cos(math.pi * done / length)) / 2
+        if part == 0:
+            if args.max_grad_norm:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.zero_grad()
+            progress["step"] += 1
+            progress["epoch_step"] += 1
+            pending.wait()
+            if answer != longrun.GO_ON:
+                save_checkpoint(args, stateful, progress)
+            if answer == longrun.STOP:
+                longrun.end(args, progress, "stopped")  # stop: exits; job.sh requeues the job
+        longrun.alive(args.timeout)  # ends this process unless it calls this again in time
+    dist.all_reduce(sums)  # ddp: sum over all processes; each has to call this, or others hang
+    return (sums[0] / sums[1]).item()
 
 
 @torch.no_grad()
-@plumbing.uncompiled  # its last batch may be smaller, and would have to be compiled anew
 def evaluate(args, model, test_loader, device):
-    """Return the mean loss, top-1 and top-5 accuracy, from 0 to 1, over all processes' samples."""
+    """Return mean loss, top-1 and top-5 accuracy, 0 to 1, over the samples of all processes."""
     model.eval()
-    torch.backends.cudnn.benchmark = False
-    # Loss; samples whose class is the likeliest, or among the five likeliest; all samples.
-    sums = torch.zeros(4, dtype=torch.float64, device=device)
-    for images, labels in test_loader:
-        images = images.to(device, non_blocking=True, memory_format=torch.channels_last)
-        labels = labels.to(device, non_blocking=True)
-        with autocast(args, device):
-            logits = model(image_files.normalise(images, WEIGHT_DTYPES[args.precision]))
-        logits = logits.to(WEIGHT_DTYPES[args.precision])
+    for buffer in model.buffers():  # ddp: BatchNorm's statistics differ by process: use rank 0's
+        dist.broadcast(buffer, src=0)
+    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, correct, in top 5, samples
+    for batch in islice(test_loader, args.limit_steps):
+        logits, labels = predict(args, model, batch, device)
         likeliest = logits.topk(min(5, logits.shape[1])).indices  # (B, 5): the likeliest is first
-        correct = likeliest == labels[:, None]
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-        sums[1] += correct[:, 0].sum()
-        sums[2] += correct.sum()
+        sums[1] += (likeliest[:, 0] == labels).sum()
+        sums[2] += (likeliest == labels[:, None]).sum()
         sums[3] += len(labels)
-    dist.all_reduce(sums)  # ddp: sum over all processes, which all have to call this
-    loss_sum, top1, top5, samples = sums.tolist()
-    row = {"test_loss": loss_sum / samples, "test_accuracy": top1 / samples}
-    return row | {"test_top5_accuracy": top5 / samples}
+        longrun.alive(args.timeout)
+    dist.all_reduce(sums)  # ddp: sum over all processes; each has to call this, or others hang
+    return (sums[:3] / sums[3]).tolist()
 
 
-def save_checkpoint(args, parts, progress):
-    """Save what --resume continues from; all processes call this."""
-    plumbing.check_results(args, parts["model"], progress)  # stops if a loss is not finite
-    classifiers.write_best(args, parts["model"], progress)  # best.pt, after the best epoch so far
-    progress = progress | {"sums": progress["sums"].clone()}
-    dist.all_reduce(progress["sums"])  # ddp: a checkpoint has the sums over all processes
-    if dist.get_rank() == 0:  # ddp: all processes have the same weights; one writes them
-        state = {name: part.state_dict() for name, part in parts.items()}
-        plumbing.write_checkpoint(args, state | {"progress": progress})
+def save_checkpoint(args, stateful, progress):
+    """Save what --resume continues from; all processes call this, and rank 0 writes."""
+    sums = progress["sums"].clone()
+    dist.all_reduce(sums)  # ddp: the checkpoint has the sums over all processes
+    longrun.save_checkpoint(args, stateful, progress | {"sums": sums})
+    if args.keep_epochs and progress["epoch_step"] == 0:
+        name, weights = f"model-{len(progress['history'])}.pt", stateful["model"].state_dict()
+        longrun.write(args, name, lambda file: torch.save(weights, file))
 
 
-def resume(args, parts, device):
-    """Load the parts from the checkpoint, or the model from --weights; return how far it is."""
-    # Steps of the whole run; rows of metrics.csv; sums and seconds of the epoch that is trained.
-    progress = {"step": 0, "history": [], "seconds": 0.0}
-    progress["sums"] = torch.zeros(2, dtype=torch.float64, device=device)
-    found = plumbing.read_checkpoint(args, parts["model"]) if dist.get_rank() == 0 else None
-    # ddp: rank 0 decides; then each process reads the file, or ends if rank 0 has found an error
-    checkpoint = plumbing.share_checkpoint(args, found)
-    if checkpoint:
-        for name, part in parts.items():
-            part.load_state_dict(checkpoint[name])
-        progress = checkpoint["progress"]
-        progress["sums"] = progress["sums"].to(device)
-        if dist.get_rank() > 0:
-            progress["sums"].zero_()  # ddp: rank 0 alone keeps them: they are those of all
-    elif args.weights:
-        other = None
-        if args.new_head:
-            other = make_parts(args, len(args.classes) + 1, torch.device("meta"))["model"]
-        classifiers.load_weights(parts["model"], args.model, args.weights, other)
-    return progress
-
-
-def make_loaders(args, train_set, test_set, device, rank):
-    """Return the loaders of the training set, as yet without batches, and of the test set."""
-    # loader: workers read, decode and augment in the background, and stay for all epochs
-    loading = {"num_workers": args.workers, "worker_init_fn": image_files.prepare_worker}
-    loading |= {"persistent_workers": args.workers > 0}
-    loading |= {"prefetch_factor": args.prefetch if args.workers else None}
-    # Pinned memory: no step waits for its copy to a GPU.
-    loading |= {"pin_memory": device.type == "cuda"}
-    train_loader = DataLoader(train_set, batch_sampler=[], **loading)
-    # ddp: each test sample exactly once; a DistributedSampler would repeat some, or drop them
-    shard = range(rank, len(test_set), args.world_size)
-    test_loader = DataLoader(test_set, args.batch_size, sampler=shard, **loading)
-    return train_loader, test_loader
-
-
-def make_parts(args, classes, device):
-    """Return what training changes, and so what a checkpoint holds: model, optimizer and scaler."""
-    torch.manual_seed(args.seed)
-    model = classifiers.make(args.model, classes, args.image_size)
-    if args.gradient_checkpointing:
-        classifiers.compute_blocks_twice(model)
-    if args.sync_batchnorm:
-        # ddp: statistics of the batches of all processes
-        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model = model.to(device, WEIGHT_DTYPES[args.precision], memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=device.type == "cuda")
-    # In fp16 small gradients would become 0: they are computed from a loss that is scaled up.
-    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
-    return {"model": model, "optimizer": optimizer, "scaler": scaler}
-
-
-@record  # torchrun: reports the traceback of the process that failed first
-@image_files.errors_to(plumbing.fail)  # images that cannot be read, weights that do not fit
 def main(args):
     """Train as one of the processes that torchrun has started."""
-    plumbing.prepare_process(args)
-    plumbing.end_with_loader_workers()
-    device = setup(args)
-    rank = dist.get_rank()
+    device, rank, world_size = setup(args)
+    # Data: replace these lines by your data sets; any torch.utils.data.Dataset will do.
+    train_set, test_set = image_files.load(args.data_dir, args.image_size, args.seed)
+    args.classes = train_set.classes  # run.json has them, for predict.py
+    # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
+    parts = args.gradient_accumulation_steps
+    steps = min(len(sampler) // (args.batch_size * parts), args.limit_steps or len(train_set))
+    if not steps:
+        longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
+    # loader: workers read, decode and augment images while the process trains
+    extra = {"num_workers": args.workers, "worker_init_fn": image_files.start_worker}
+    extra |= {"pin_memory": device.type == "cuda"}
+    # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
+    test_part = Subset(test_set, range(rank, len(test_set), world_size))
+    test_loader = DataLoader(test_part, args.batch_size, **extra)
 
-    # Data (yours: see README.md). A checkpoint is refused with other ones than `args.data` says.
-    train_set, test_set, args.classes = image_files.load(args.data_dir, args.image_size)
-    args.data = f"{len(train_set)} images of {len(args.classes)} classes"
-    # ddp: shuffled parts of equal length: whoever had more steps would wait for the others forever
-    sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
-    if args.warmup_steps is None:
-        args.warmup_steps = args.steps_per_epoch
-    train_loader, test_loader = make_loaders(args, train_set, test_set, device, rank)
+    # Model: replace it by yours.
+    torch.manual_seed(args.seed)
+    model = models.get_model(args.model, num_classes=len(args.classes))
+    if args.weights:
+        image_files.load_weights(model, args.weights)
+    if args.sync_batchnorm:  # ddp: its statistics are those of all processes' batches
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = model.double() if args.precision == "fp64" else model
+    model = model.to(device, memory_format=torch.channels_last)  # faster convolutions
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=device.type == "cuda")
+    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
-    # Model (yours: see README.md), optimizer and scaler, and their state if the run is resumed.
-    parts = make_parts(args, len(args.classes), device)
-    progress = resume(args, parts, device)
-    model = parts["model"]
-    # ddp: gives all processes the weights of rank 0, and averages gradients in backward()
-    ddp_model = DistributedDataParallel(model)
-    ddp_model.broadcast_buffers = False  # ddp: statistics are averaged, see train_one_epoch
-    # DDP chooses in its first backward pass in which order it sums gradients. One is done now, on
-    # zeros of the input's shape: a resumed run then sums in the same order, and has the same bits.
-    shape = (1, 3, args.image_size, args.image_size)
-    zeros = torch.zeros(shape, device=device, dtype=WEIGHT_DTYPES[args.precision])
-    plumbing.fix_summation_order(ddp_model, zeros)
-    if args.compile:
-        plumbing.compile_in_place(args, model)  # DDP calls it; its weights keep their names
+    def rate(step):
+        """Rise during the warm-up, and fall to 0 along a cosine, which follows --epochs."""
+        fall = (1 + math.cos(math.pi * step / (steps * args.epochs))) / 2
+        return fall * min(1, (step + 1) / (args.warmup_steps + 1))
 
-    # Train.
-    name = plumbing.name_of_model(args, model)
-    plumbing.print_header(args, f"{name} on {args.data_dir}", device, progress)
-    if rank == 0:
-        print(f"data: {args.data}, {plumbing.plural(args.workers, 'worker')} for each process")
-    log = logs.open_log(args, progress["history"])
-    profiler = step_profile.make_profiler(args, progress)
+    scheduler = LambdaLR(optimizer, rate)  # put another scheduler of PyTorch here
+    # What a checkpoint has: add all that your training changes, such as averaged weights.
+    stateful = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    # Optimizer steps of the run and of this epoch; rows of metrics.csv; loss and samples so far.
+    progress = {"step": 0, "epoch_step": 0, "history": [], "sums": torch.zeros(2).double()}
+    what = f"{args.model} on {args.data_dir}"
+    where = "nccl on cuda" if device.type == "cuda" else "gloo on cpu"
+    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)
+    # ddp: sums that a checkpoint had are those of all processes, and rank 0 continues them
+    progress["sums"] = progress["sums"].to(device) * (rank == 0)
+    # ddp: copies rank 0's weights to all processes, and averages gradients in backward()
+    ddp_model = DistributedDataParallel(torch.compile(model) if args.compile else model)
+
     for epoch in range(len(progress["history"]), args.epochs):
-        sampler.set_epoch(epoch)  # ddp: shuffles anew; each process takes its part of one order
-        seeded = image_files.with_seeds(sampler, args.seed, epoch)  # to augment: a seed per index
-        batches = BatchSampler(seeded, args.batch_size, drop_last=True)
-        batches = plumbing.batches_left(args, progress, batches)  # if it was stopped in this epoch
-        train_loader.batch_sampler[:] = batches  # loader: the same workers in each epoch
-        profiled = step_profile.mark_steps(args, train_loader, profiler)
-        train_loss, samples, seconds = train_one_epoch(
-            args, ddp_model, profiled, parts, device, progress
-        )
-        # stop: an evaluation may be long: it ends after the same batch in all processes
-        batches = plumbing.until_stopped(args, progress, test_loader, save_checkpoint, parts)
-        row = {"epoch": epoch + 1, "train_loss": train_loss}
-        row |= evaluate(args, model, batches, device)  # ddp_model could hang
-        row |= {"samples_per_second": samples / seconds}
-        row |= {"seconds": seconds, "world_size": args.world_size}
+        sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
+        train_set.epoch = epoch  # loader: workers augment each image in another way
+        done = progress["epoch_step"] * parts  # batches, if the run was stopped in this epoch
+        left = list(sampler)[done * args.batch_size :]  # the indices that are still to be read
+        longrun.seed(args.seed, epoch, rank)  # for the loader's workers
+        train_loader = DataLoader(train_set, args.batch_size, sampler=left, drop_last=True, **extra)
+        count, start = max(0, steps * parts - done), time.perf_counter()
+        batches = islice(train_loader, count)  # without the last step, if it is incomplete
+        train_loss = train_one_epoch(args, ddp_model, batches, stateful, progress)
+        seconds = time.perf_counter() - start
+        # model, since the forward pass of ddp_model can wait for processes without a batch left.
+        test_loss, accuracy, top5 = evaluate(args, model, test_loader, device)
+        row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
+        row |= {"test_accuracy": accuracy, "test_top5_accuracy": top5}
+        speed = count * args.batch_size * world_size / seconds
+        row |= {"samples_per_second": speed, "seconds": seconds, "world_size": world_size}
         progress["history"].append(row)
-        progress |= {"sums": torch.zeros_like(progress["sums"]), "seconds": 0.0}
-        save_checkpoint(args, parts, progress)
-        log(row)
-        plumbing.print_epoch(args, progress)
-
-    # Finish.
-    path = args.output_dir / "model.pt"
-    classifiers.write_weights(path, model)  # ddp: all processes have the same; rank 0 writes them
-    accuracy = progress["history"][-1]["test_accuracy"]
-    plumbing.finish(args, progress, f"finished: test acc {accuracy:.2%}, model in {path}")
+        progress |= {"epoch_step": 0, "sums": torch.zeros_like(progress["sums"])}
+        save_checkpoint(args, stateful, progress)
+    longrun.write(args, "model.pt", lambda file: torch.save(model.cpu().state_dict(), file))
+    longrun.end(args, progress, "finished")
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    try:
+        main(parse_args())
+    except image_files.DataError as error:  # that of a worker is the last line of a traceback
+        longrun.fail(str(error).rpartition("DataError: ")[2].strip())

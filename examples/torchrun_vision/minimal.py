@@ -1,0 +1,111 @@
+"""Train an image classifier with DistributedDataParallel (DDP), started by torchrun.
+
+Once:      python make_images.py          (writes an example, images/)
+Locally:   torchrun --standalone --nproc-per-node=2 minimal.py
+On SLURM:  sbatch minimal.slurm
+
+train.py is the same training plus what a long job needs: flags, checkpoints, clear errors.
+Comments that begin with a tag, such as "ddp:", mark what a single process would not need.
+"""
+
+import math
+import os
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torchvision import models
+
+import image_files  # the file beside this one
+
+EPOCHS, BATCH_SIZE, LR, SEED, WORKERS = 5, 16, 5e-4, 0, 2  # BATCH_SIZE, WORKERS: of each process
+
+
+def train_one_epoch(ddp_model, train_loader, optimizer, scheduler, device):
+    """Train to the end of an epoch; return the mean loss over the samples of all processes."""
+    ddp_model.train()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
+    for images, labels in train_loader:
+        images, labels = images.to(device), labels.to(device)
+        logits = ddp_model(image_files.normalise(images, torch.float32))
+        loss = F.cross_entropy(logits, labels)
+        loss.backward()  # ddp: averages the gradients over all processes
+        sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
+        sums[1] += len(labels)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    dist.all_reduce(sums)  # ddp: sum over all processes; each has to call this, or others hang
+    return (sums[0] / sums[1]).item()
+
+
+@torch.no_grad()
+def evaluate(model, test_loader, device):
+    """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
+    model.eval()
+    for buffer in model.buffers():  # ddp: BatchNorm's statistics differ by process: use rank 0's
+        dist.broadcast(buffer, src=0)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
+    for images, labels in test_loader:
+        images, labels = images.to(device), labels.to(device)
+        logits = model(image_files.normalise(images, torch.float32))
+        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        sums[1] += (logits.argmax(1) == labels).sum()
+        sums[2] += len(labels)
+    dist.all_reduce(sums)  # ddp: sum over all processes; each has to call this, or others hang
+    return (sums[:2] / sums[2]).tolist()
+
+
+def main():
+    """Train as one of the processes that torchrun has started."""
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun: this process's number on its node
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
+        torch.backends.cudnn.benchmark = True  # finds the fastest convolutions of this size
+    # torchrun: sets MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, which init_process_group reads
+    # ddp: NCCL moves tensors between GPUs, Gloo between CPUs
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # ddp: my number, from 0; how many
+
+    train_set, test_set = image_files.load("images", 32, SEED)  # 32 x 32 pixels
+    # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
+    sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
+    # loader: workers read, decode and augment images while the process trains
+    extra = {"num_workers": WORKERS, "pin_memory": device.type == "cuda"}
+    train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
+    # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
+    test_part = Subset(test_set, range(rank, len(test_set), world_size))
+    test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
+
+    torch.manual_seed(SEED + rank)  # ddp: each process drops other units; DDP copies the weights
+    model = models.get_model("resnet18", num_classes=len(train_set.classes))
+    model = model.to(device, memory_format=torch.channels_last)  # faster convolutions
+    optimizer = torch.optim.AdamW(model.parameters(), LR, fused=device.type == "cuda")
+    steps = EPOCHS * len(train_loader)  # the learning rate falls to 0 along a cosine
+    scheduler = LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2)
+    # ddp: copies rank 0's weights to all processes, and averages gradients in backward()
+    ddp_model = DistributedDataParallel(model)
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
+        train_set.epoch = epoch  # loader: workers augment each image in another way
+        train_loss = train_one_epoch(ddp_model, train_loader, optimizer, scheduler, device)
+        # model, since the forward pass of ddp_model can wait for processes without a batch left.
+        test_loss, accuracy = evaluate(model, test_loader, device)
+        if rank == 0:
+            losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"
+            print(f"epoch {epoch + 1}: {losses}, test acc {accuracy:.2%}", flush=True)
+    if rank == 0:  # ddp: all processes have the same weights; one writes them
+        torch.save(model.cpu().state_dict(), "model.pt")
+    dist.destroy_process_group()
+    os._exit(0)  # skip Python's clean-up, in which Gloo sometimes aborts (PyTorch 2.15)
+
+
+if __name__ == "__main__":
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("minimal.py: error: start it with torchrun, as its first lines say")
+    main()
