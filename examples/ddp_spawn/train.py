@@ -173,7 +173,7 @@ def main(rank, args, port):
         batches, start = islice(train_loader, args.limit_steps), time.perf_counter()
         train_loss = train_one_epoch(args, ddp_model, batches, stateful, device, progress)
         seconds = time.perf_counter() - start
-        # model, since the forward pass of ddp_model can wait for processes without a batch left.
+        # Not ddp_model: its forward pass can wait for a process that has no test batch left.
         test_loss, accuracy = evaluate(args, model, test_loader, device)
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
         speed = steps * args.global_batch / seconds

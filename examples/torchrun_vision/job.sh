@@ -12,19 +12,19 @@ told() {                         # print what SLURM says now, such as `told JobS
     scontrol show "$2" "$3" | sed -n "s/.*\b$1=\([^ ]*\).*/\1/p" | head -n 1
 }
 
-# A task, and a job that goes on with its copy of this file, know what follows already.
+# A task, and a requeued job in its copy of this file, have these variables already.
 if [[ ! "${BASH_SOURCE[0]}" -ef "${code:-}/job.sh" ]]; then
     # A login node, even in a shell of salloc, has no SLURMD_NODENAME.
     [[ "${SLURMD_NODENAME:-}" ]] || fail "submit it from its own folder: sbatch run.slurm"
     shown="$(scontrol show job "$SLURM_JOB_ID")" || true
-    # In an array the job is this task alone. The variables may be of the shell that submitted it.
+    # In an array the job is this task alone. SLURM_ARRAY_* can come from the submitting shell.
     [[ ! "$shown" || "$shown" == *" ArrayJobId="* ]] || unset "${!SLURM_ARRAY_@}"
     job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
     job="${job:-$SLURM_JOB_ID}"
     output="${OUTPUT_DIR:-output/$job}" before=""
     for word in "$@"; do         # sbatch run.slurm --output-dir output/1234 continues job 1234
-        [[ "$before" != --output-dir ]] || output="$word"
-        [[ "$word" != --output-dir=* ]] || output="${word#*=}"
+        [[ "$before" != --out?(put)?(-d*) ]] || output="$word"  # argparse takes short forms, too
+        [[ "$word" != --out?(put)?(-d*)=* ]] || output="${word#*=}"
         before="$word"
     done
     # code: the copy of the program; stop_file: train.py saves and ends when it is there.
@@ -35,20 +35,20 @@ if [[ ! "${BASH_SOURCE[0]}" -ef "${code:-}/job.sh" ]]; then
         return
     fi
 fi
-trap 'heard=yes; echo SLURM >"$stop_file"' USR1 TERM  # of a task; `prepare` has that of the job
+trap 'heard=yes; echo SLURM >"$stop_file"' USR1 TERM  # for a task; `prepare` sets the job's
 
 # Check the environment, which must have the Python modules $@, and copy the program.
 prepare() {
     mkdir -p "$output"
     rm -f "$stop_file" "$output"/{stopped,finished}
     trap 'heard=yes; stop_in_time' USR1 TERM  # near the time limit; at a preemption
-    # Forget what SLURM told another job in which this one was submitted, and a site's own defaults.
+    # Forget variables of an outer job (GPUs: if this one asked for none), and a site's defaults.
     unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_@}" SLURM_TIMELIMIT SLURM_GRES SRUN_EXPORT_ENV
     [[ ! "$shown" || "$shown" =~ TresPer[A-Za-z]+=[^[:space:]]*gpu ]] ||
         unset "${!SLURM_GPUS@}" SLURM_TRES_PER_TASK
     export SLURM_EXPORT_ENV=ALL PYTHONUNBUFFERED=1
     unset PYTHONHOME PYTHONSAFEPATH OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY KMP_AFFINITY
-    ulimit -Sn 65536 2>/dev/null || ulimit -Sn "$(ulimit -Hn)"  # rank 0 connects to each other
+    ulimit -Sn 65536 2>/dev/null || ulimit -Sn "$(ulimit -Hn)"  # a socket for each process
     [[ "$shown" != *HetJobId=* ]] || fail "a heterogeneous job is not supported: use one component"
     [[ "${SLURM_CPUS_PER_TASK:-}" ]] || fail "ask for cores with #SBATCH --cpus-per-task"
     python="$(realpath -ms "$VENV")/bin/python" leads="$(realpath -m "$VENV/bin/python")"
@@ -130,7 +130,7 @@ wait_for() {
 
 # In a task: run $@. SLURM's signals do not reach it: they make the file that stops train.py.
 until_asked_to_stop() {
-    (trap "" USR1; "$@") &       # some sites' reach all processes
+    (trap "" USR1; "$@") &       # at some sites USR1 reaches it
     wait_for "$!"
     exit "$status"
 }
@@ -173,7 +173,7 @@ still_running() {                # fails if the job is cancelled, requeued or at
 # Requeue the job, unless it was cancelled, or has saved nothing: that would go on for ever.
 requeue() {
     still_running || return 0
-    [[ "$(find "$output" -maxdepth 1 -name 'checkpoint*' -newer "$output/started-$job")" ]] ||
+    [[ "$(find "$output/" -maxdepth 1 -name 'checkpoint*' -newer "$output/started-$job")" ]] ||
         fail "no new checkpoint, so the job is not requeued: raise --time"
     echo "run.slurm: requeueing job $job"
     scontrol requeue "$job" || fail "to continue: sbatch run.slurm --output-dir $output"

@@ -1,7 +1,7 @@
 """What a long run needs besides the training: checks, whole files, checkpoints, and its end.
 
-train.py calls these functions. All processes of a run call them together, except alive, fail, seed
-and wish. Nothing here knows how the processes were started.
+All processes of a run call these functions together, except positive, alive, fail, seed, describe
+and wish; rank 0 alone calls lock and find_checkpoint. Nothing here knows who started the processes.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def prepare(args, my_rank, world_size, gather, leave_group):
     libc = ctypes.CDLL(None)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this process ends when its launcher ends
     # Keep freed memory for the next step, which makes steps on CPUs a fifth faster.
-    libc.mallopt(-3, 2**30) or libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD; old glibc: 32 MiB
+    libc.mallopt(-3, 2**30) or libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD; old glibc's maximum
     libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     has_gpus = os.environ.get("SLURM_GPUS_ON_NODE", "0") not in ("", "0")
     if torch and has_gpus and not torch.cuda.is_available() and os.environ.get("ALLOW_CPU") != "1":
@@ -113,14 +113,14 @@ def lock(folder):
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # there are no locks
             return f"cannot write to --output-dir {folder} ({error.strerror}): choose another one"
-    for unfinished in folder.glob("tmp.*"):  # a run was killed while it wrote this file
+    for unfinished in folder.glob(".*.unfinished"):  # a run was killed while it wrote this file
         unfinished.unlink(missing_ok=True)
 
 
 def write(args, name, save):
     """Have rank 0 write a file by save(file), as a whole or not at all; the others wait for it."""
     alive(None)  # a save may take longer than a step
-    path, temporary, error = args.output_dir / name, args.output_dir / f"tmp.{name}", None
+    path, temporary, error = args.output_dir / name, args.output_dir / f".{name}.unfinished", None
     try:
         if rank == 0:
             with open(temporary, "w+b") as file:
@@ -148,6 +148,7 @@ def describe(args, stateful, data_sets):
         run[f"{name} data of"] = f"{size} samples (labels {known:08x})"
     models = [part.state_dict() for part in stateful.values() if hasattr(part, "parameters")]
     shapes = [(n, tuple(getattr(w, "shape", ()))) for weights in models for n, w in weights.items()]
+    run["a checkpoint of"] = ", ".join(stateful)
     run["a model of"] = f"{len(shapes)} tensors (shapes {zlib.crc32(repr(shapes).encode()):08x})"
     return run
 

@@ -94,7 +94,7 @@ def main():
         sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
         train_set.epoch = epoch  # loader: workers augment each image in another way
         train_loss = train_one_epoch(ddp_model, train_loader, optimizer, scheduler, device)
-        # model, since the forward pass of ddp_model can wait for processes without a batch left.
+        # Not ddp_model: its forward pass can wait for a process that has no test batch left.
         test_loss, accuracy = evaluate(model, test_loader, device)
         if rank == 0:
             losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"

@@ -231,7 +231,7 @@ def main(args):
         batches = islice(train_loader, count)  # without the last step, if it is incomplete
         train_loss = train_one_epoch(args, ddp_model, batches, stateful, progress)
         seconds = time.perf_counter() - start
-        # model, since the forward pass of ddp_model can wait for processes without a batch left.
+        # Not ddp_model: its forward pass can wait for a process that has no test batch left.
         test_loss, accuracy, top5 = evaluate(args, model, test_loader, device)
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
         row |= {"test_accuracy": accuracy, "test_top5_accuracy": top5}

@@ -102,7 +102,7 @@ def download(name: str, data_dir: str) -> Path:
     answers, or a checksum is wrong.
     """
     folder = Path(data_dir, FOLDERS[name])
-    if folder.exists():
+    if folder.exists() and any(folder.iterdir()):
         load(name, data_dir)  # raises DataError if the files are damaged
         return folder
     try:
