@@ -23,8 +23,8 @@ if [[ ! "${BASH_SOURCE[0]}" -ef "${code:-}/job.sh" ]]; then
     job="${job:-$SLURM_JOB_ID}"
     output="${OUTPUT_DIR:-output/$job}" before=""
     for word in "$@"; do         # sbatch run.slurm --output-dir output/1234 continues job 1234
-        [[ "$before" != --out?(put)?(-d*) ]] || output="$word"  # argparse takes short forms, too
-        [[ "$word" != --out?(put)?(-d*)=* ]] || output="${word#*=}"
+        [[ "$before" != --out?(put)?(-d*([a-z])) ]] || output="$word"  # argparse takes short forms, too
+        [[ "$word" != --out?(put)?(-d*([a-z]))=* ]] || output="${word#*=}"
         before="$word"
     done
     # code: the copy of the program; stop_file: train.py saves and ends when it is there.
