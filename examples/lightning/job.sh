@@ -23,7 +23,7 @@ if [[ ! "${BASH_SOURCE[0]}" -ef "${code:-}/job.sh" ]]; then
     job="${job:-$SLURM_JOB_ID}"
     output="${OUTPUT_DIR:-output/$job}" before=""
     for word in "$@"; do         # sbatch run.slurm --output-dir output/1234 continues job 1234
-        [[ "$before" != --out?(put)?(-d*([a-z])) ]] || output="$word"  # argparse takes short forms, too
+        [[ "$before" != --out?(put)?(-d*([a-z])) ]] || output="$word"  # or --output
         [[ "$word" != --out?(put)?(-d*([a-z]))=* ]] || output="${word#*=}"
         before="$word"
     done
