@@ -45,8 +45,7 @@ def normalise(images, dtype):
 @functools.cache  # copying them to the GPU in each step would make the CPU wait
 def statistics(device, dtype):
     """Return MEAN and STD of pixels from 0 to 255, each (3, 1, 1)."""
-    tensors = [torch.tensor(part, device=device, dtype=dtype) for part in (MEAN, STD)]
-    return [tensor[:, None, None] * 255 for tensor in tensors]
+    return [255 * torch.tensor(x, device=device, dtype=dtype)[:, None, None] for x in (MEAN, STD)]
 
 
 def load_image(path):
@@ -83,10 +82,9 @@ class Images(ImageFolder):
     So it is the same in any process, and after a resume. `left_out` has the other files' paths.
     """
 
-    epoch = 0  # train.py sets it before each epoch
-
     def __init__(self, folder, transform=None, seed=0):
         self.seed, self.left_out = seed, []
+        self.epoch = torch.tensor(0).share_memory_()  # what train.py sets, its workers see
         folder = os.path.normpath(folder)
         super().__init__(folder, transform, loader=load_image, is_valid_file=self.is_wanted)
 
@@ -108,7 +106,7 @@ class Images(ImageFolder):
         return classes, {name: numbers[one] for name, one in same.items()}
 
     def __getitem__(self, index):
-        number = (self.seed * 10**4 + self.epoch + 1) * len(self) + index
+        number = (self.seed * 10**4 + self.epoch.item() + 1) * len(self) + index
         torch.default_generator.manual_seed(number)  # torch.manual_seed would take 0.3 ms longer
         return super().__getitem__(index)
 
@@ -156,7 +154,12 @@ def load_weights(model, path):
 
 def start_worker(_):
     """Have a loader's worker end, and tidy up, when the process ends for which it reads."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+
+    def end(*_):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it can come twice
+        sys.exit()
+
+    signal.signal(signal.SIGINT, end)
     ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG
 
 

@@ -92,7 +92,7 @@ def main():
     ddp_model = DistributedDataParallel(model)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
-        train_set.epoch = epoch  # loader: workers augment each image in another way
+        train_set.epoch.fill_(epoch)  # loader: workers augment each image in another way
         train_loss = train_one_epoch(ddp_model, train_loader, optimizer, scheduler, device)
         # Not ddp_model: its forward pass can wait for a process that has no test batch left.
         test_loss, accuracy = evaluate(model, test_loader, device)

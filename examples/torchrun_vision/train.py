@@ -4,9 +4,8 @@ Once:      python make_images.py          (writes an example, images/; yours: --
 Locally:   torchrun --standalone --nproc-per-node=2 train.py
 On SLURM:  sbatch run.slurm --epochs 10
 
-It is minimal.py plus flags, checkpoints, mixed precision, and a stop after any step. image_files.py
-reads the images. Comments that begin with a tag, such as "ddp:" or "loader:", mark what a single
-process would not need.
+It is minimal.py plus flags, checkpoints, mixed precision, and a stop after any step.
+Comments that begin with a tag, such as "ddp:", mark what a single process would not need.
 """
 
 import argparse
@@ -185,7 +184,9 @@ def main(args):
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
     # loader: workers read, decode and augment images while the process trains
     extra = {"num_workers": args.workers, "worker_init_fn": image_files.start_worker}
-    extra |= {"pin_memory": device.type == "cuda"}
+    extra |= {"pin_memory": device.type == "cuda", "persistent_workers": args.workers > 0}
+    order = []  # of an epoch: the indices that are still to be read
+    train_loader = DataLoader(train_set, args.batch_size, sampler=order, drop_last=True, **extra)
     # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, args.batch_size, **extra)
@@ -222,11 +223,10 @@ def main(args):
 
     for epoch in range(len(progress["history"]), args.epochs):
         sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
-        train_set.epoch = epoch  # loader: workers augment each image in another way
+        train_set.epoch.fill_(epoch)  # loader: workers augment each image in another way
         done = progress["epoch_step"] * parts  # batches, if the run was stopped in this epoch
-        left = list(sampler)[done * args.batch_size :]  # the indices that are still to be read
-        longrun.seed(args.seed, epoch, rank)  # for the loader's workers
-        train_loader = DataLoader(train_set, args.batch_size, sampler=left, drop_last=True, **extra)
+        order[:] = list(sampler)[done * args.batch_size :]
+        longrun.seed(args.seed, epoch, rank)  # for the loader's workers, which stay for all epochs
         count, start = max(0, steps * parts - done), time.perf_counter()
         batches = islice(train_loader, count)  # without the last step, if it is incomplete
         train_loss = train_one_epoch(args, ddp_model, batches, stateful, progress)
