@@ -289,8 +289,8 @@ def test_checkpoint_of_another_model_or_data(example: str, finished: Path) -> No
 def test_rows_of_verify(example: str, folder: Path) -> None:
     """Three rows of verify find nothing; tests/test_faults.py has all rows, for ddp_spawn and torchrun_multinode."""
     rows = ["samples", "weights", "checkpoint"]
-    found = list(verify.check(folder, rows, LAUNCHERS[example].local, tell=print))
-    assert [(row.name, row.verdict) for row in found] == [(name, "ok") for name in rows], found
+    found = list(verify.check(folder, rows, LAUNCHERS[example].local))
+    assert [(name, verdict) for name, verdict, _ in found] == [(name, "ok") for name in rows], found
 
 
 @pytest.mark.only("torchrun_multinode")
