@@ -70,9 +70,9 @@ for name in sys.argv[1:]: u.find_spec(name) or sys.exit(f'it has no {name}')"
 copy_program() {
     mkdir -p "$code.part"
     find . -maxdepth 2 -not -path '*/.*' -xtype f -regextype posix-extended \
-        -regex '.*\.(py|sh|json|ya?ml|toml)' -exec cp -p --parents {} "$code.part" \;
+        -regex '.*\.(py|sh|json|ya?ml|toml)' -exec cp --parents {} "$code.part" \;
     for package in */__init__.py; do
-        [[ ! -e "$package" ]] || cp -rpH "${package%/*}" "$code.part"
+        [[ ! -e "$package" ]] || cp -rH "${package%/*}" "$code.part"
     done
     git rev-parse HEAD >"$code.part/.commit" 2>/dev/null || true
     mv "$code.part" "$code"
