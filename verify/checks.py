@@ -132,8 +132,8 @@ class Checks:
         """Run once for each name; see start."""
         if name not in self.runs:
             words = [*self.base, *self.flags, *more]
-            self.runs[name] = self.start(name, processes, words, **named)
-            print(f"      {name}: {self.runs[name].seconds:.0f} s", flush=True)
+            self.runs[name] = run = self.start(name, processes, words, **named)
+            print(f"      {name}: {run.seconds:.0f} s", flush=True)
         return self.runs[name]
 
     def start(self, name, processes, flags, do="", into=None, limit=0):
@@ -399,7 +399,7 @@ def check(folder, rows=ROWS, launcher=None, flags=()):
     checks = Checks(Path(folder).resolve(), launcher, [*flags])
     print("      about", len(rows) + 5, "times", *checks.launcher.split(), *checks.base, flush=True)
     for name in (name for name in ROWS if name in rows):
-        what, _, look = " ".join(getattr(Checks, name).__doc__.split()).partition(": ")
+        what, _, look = " ".join(getattr(checks, name).__doc__.split()).partition(": ")
         try:
             verdict, text = "ok", getattr(checks, name)()
         except Verdict as why:

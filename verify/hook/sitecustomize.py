@@ -1,7 +1,7 @@
-"""Note what a training program does, for verify. Python loads this file when it starts.
+"""Note what a training program does, for verify: Python loads this file when it starts.
 
-With VERIFY_DIR each process writes its notes to a file there, as lines of JSON. VERIFY_DO is
-"plain" (no randomness), or an action, an optimizer step and a rank, such as kill:6:1.
+Each process writes notes to a file in VERIFY_DIR, as lines of JSON. VERIFY_DO is "plain" (without
+randomness), or an action, an optimizer step and a rank: kill:6:1.
 """
 
 import atexit
@@ -218,7 +218,8 @@ def wrap(owner, function, *names):
         setattr(owner, name, torch.jit.ignore(wrapped))  # torch.jit.script does not compile it
 
 
-if "VERIFY_DIR" in os.environ and util.find_spec("torch"):
+wanted = "VERIFY_DIR" in os.environ and "resource_tracker" not in sys.orig_argv[-1]
+if wanted and util.find_spec("torch"):
     import numpy
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
