@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-import verify
 from harness import edits, outputs, refusals, runs
 from harness.launchers import LAUNCHERS, NEW_FORM, PRINTED
 from harness.processes import wait_until
 from harness.runs import Reference
+from verify import checks
 
 EPOCHS = 5  # of a run with the default settings
 longrun = pytest.mark.only("longrun")
@@ -289,7 +289,7 @@ def test_checkpoint_of_another_model_or_data(example: str, finished: Path) -> No
 def test_rows_of_verify(example: str, folder: Path) -> None:
     """Three rows of verify find nothing; tests/test_faults.py has all rows, for ddp_spawn and torchrun_multinode."""
     rows = ["samples", "weights", "checkpoint"]
-    found = list(verify.check(folder, rows, LAUNCHERS[example].local))
+    found = list(checks.check(folder, rows, LAUNCHERS[example].local))
     assert [(name, verdict) for name, verdict, _ in found] == [(name, "ok") for name in rows], found
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import verify
 from harness.launchers import ROOT, copy_example
+from verify import checks
 
 FAULTS = sorted(ROOT.glob("tests/faults/*.patch"))
 RIGHT = sorted(ROOT.glob("tests/right/*.patch"))
@@ -35,7 +35,7 @@ def named(path: Path, name: str) -> str:
 
 
 def first_of_each_row() -> set[Path]:
-    return {path for row in verify.ROWS for path in [p for p in FAULTS if named(p, "row") == row][:1]}
+    return {path for row in checks.ROWS for path in [p for p in FAULTS if named(p, "row") == row][:1]}
 
 
 def parameters(paths: list[Path], ordinary: set[Path]) -> list:
@@ -58,7 +58,7 @@ def check(server: str, folder: Path, example: str, rows: list[str]) -> dict[str,
     """Return verify's verdict and text for each row about a copy of an example; no server: as its users start it."""
     launcher = "1 train.py --processes {n}" if example == "ddp_spawn" else "{n} train.py"
     launcher = f"{server} {launcher}" if server else None
-    return {name: (verdict, text) for name, verdict, text in verify.check(folder, rows, launcher)}
+    return {name: (verdict, text) for name, verdict, text in checks.check(folder, rows, launcher)}
 
 
 def patched(path: Path, tmp_path: Path) -> tuple[str, Path]:
@@ -73,7 +73,7 @@ def patched(path: Path, tmp_path: Path) -> tuple[str, Path]:
 def test_each_row_has_a_fault() -> None:
     """There are 30 faults and 20 right programs or more, and each row has a fault to find."""
     assert len(FAULTS) >= 30 and len(RIGHT) >= 20
-    assert {named(path, "row") for path in FAULTS} == set(verify.ROWS)
+    assert {named(path, "row") for path in FAULTS} == set(checks.ROWS)
 
 
 def test_page_has_what_is_tested() -> None:
@@ -90,9 +90,9 @@ def test_page_has_what_is_tested() -> None:
 def test_all_rows(name: str, launcher: str, server: str, tmp_path: Path) -> None:
     """The rows have the verdicts that the README of verify shows: ok, or not checked for the reason given there."""
     folder = copy_example(ROOT / "examples" / name, tmp_path / name)
-    rows = check(server, folder, name, verify.ROWS)
+    rows = check(server, folder, name, checks.ROWS)
     shown = next(line for line in README.splitlines() if line.startswith(f"| {launcher} |"))
-    cells = dict(zip(verify.ROWS, shown.strip("| ").split(" | ")[1:], strict=True))
+    cells = dict(zip(checks.ROWS, shown.strip("| ").split(" | ")[1:], strict=True))
     assert {row: {"ok": "ok", "not checked": "-"}.get(rows[row][0]) for row in rows} == cells, rows
 
 
@@ -109,6 +109,6 @@ def test_found(path: Path, server: str, tmp_path: Path) -> None:
 def test_right(path: Path, server: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """A right program has no FAIL: of two rows for the ordinary ones, of all in the weekly tests."""
     example, folder = patched(path, tmp_path)
-    rows = ["processes", "killed"] if path.stem in ORDINARY else verify.ROWS
+    rows = ["processes", "killed"] if path.stem in ORDINARY else checks.ROWS
     found = check(server, folder, example, rows)
     assert found and "FAIL" not in [verdict for verdict, _ in found.values()], found

@@ -1,5 +1,1 @@
-"""Checks of a training program from outside: python -m verify FOLDER, or verify.check(FOLDER)."""
-
-from verify.checks import LAUNCHERS, ROWS, check
-
-__all__ = ["LAUNCHERS", "ROWS", "check"]
+"""A program that checks a train.py from outside: python -m verify FOLDER; see README.md."""

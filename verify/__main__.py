@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from verify import LAUNCHERS, ROWS, check
+from verify.checks import LAUNCHERS, ROWS, check
 
 names = f"{', '.join(LAUNCHERS)}, or a command in which {{n}} is the number of processes"
 parser = argparse.ArgumentParser(prog="verify", description=__doc__)

@@ -68,9 +68,9 @@ class Run:
         self.notes = [json.loads(line) for file in files for line in file.read_text().splitlines()]
         self.steps = max([note["step"] for note in self.of("exit")], default=0)
         self.good = status == 0 and (folder / "metrics.csv").exists()
-        lines = [line.strip() for line in self.text.splitlines() if line.strip()] or ["no output"]
-        said = [line for line in lines if "rror: " in line and "torch.distributed" not in line]
-        self.error = f"{(said or lines)[-1][:300]} (log: {place / 'log'})"
+        lines = [line for line in self.text.splitlines() if "torch.distributed" not in line]
+        said = [line for line in lines if "rror: " in line] or lines or ["no output"]
+        self.error = f"{said[-1].strip()[:300]} (log: {place / 'log'})"
 
     def of(self, event):
         """Return the notes of an event."""

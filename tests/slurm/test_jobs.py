@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import verify
 from harness import edits, outputs, readme
 from harness.jobs import (
     EPOCHS,
@@ -26,6 +25,7 @@ from harness.launchers import HOROVOD, LAUNCHERS, MINIMAL, ROOT, copy_example
 from harness.processes import wait_until
 from harness.runs import Reference
 from lab import Lab, faults
+from verify import checks
 
 pytestmark = pytest.mark.slurm
 
@@ -54,7 +54,7 @@ def test_srun_job(example: str, source: Path, lab: Lab, tmp_path: Path, shipped_
 
 
 @pytest.mark.only("torchrun_multinode")
-@pytest.mark.parametrize("rows", [["processes", "ends"], pytest.param(verify.ROWS, marks=pytest.mark.weekly)])
+@pytest.mark.parametrize("rows", [["processes", "ends"], pytest.param(checks.ROWS, marks=pytest.mark.weekly)])
 def test_verify(example: str, source: Path, lab: Lab, tmp_path: Path, rows: list[str]) -> None:
     """In an allocation of two nodes, verify starts train.py by srun, and its table is the one in its README."""
     folder = copy_example(source, tmp_path / example)
@@ -65,7 +65,7 @@ def test_verify(example: str, source: Path, lab: Lab, tmp_path: Path, rows: list
     assert job.shown["JobState"] == "COMPLETED", job.log
     shown = re.search(r"^\| srun \| (.*) \|$", (ROOT / "verify" / "README.md").read_text(), re.MULTILINE)
     assert shown, "README.md has no row for srun"
-    cells = dict(zip(verify.ROWS, shown[1].split(" | "), strict=True))
+    cells = dict(zip(checks.ROWS, shown[1].split(" | "), strict=True))
     verdicts = re.findall(r"^(ok|weak|FAIL|not checked) {2,}", job.log, re.MULTILINE)
     assert verdicts == [{"ok": "ok", "-": "not checked"}[cells[row]] for row in rows], job.log
 

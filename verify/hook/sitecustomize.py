@@ -119,8 +119,11 @@ class Hook:
         numpy.random.set_state(array)
         if self.plain:
             loader.num_workers = loader.timeout = 0
+        return self.counted(original(loader), facts)
+
+    def counted(self, iterator, facts):
         try:
-            for batch in original(loader):
+            for batch in iterator:
                 facts["taken"] += facts.get("batch", 0)
                 self.clean = self.generators() if self.plain else None
                 yield batch
