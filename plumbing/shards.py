@@ -197,23 +197,6 @@ def write_weights(args, weights):
     write(args.output_dir / "model.pt", lambda file: torch.save(weights, file))
 
 
-def gather_weights(model):
-    """Return the state dict in fp32, gathered from DeepSpeed's shards, on each process."""
-    import deepspeed  # here, since train.py chooses the accelerator before
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    weights = {}
-    for name, weight in model.state_dict(keep_vars=True).items():
-        gathered = safe_get_full_fp32_param(weight)  # all call it; None if no optimizer has a shard
-        with deepspeed.zero.GatheredParameters(weight, enabled=gathered is None):  # if it is frozen
-            weight = (weight if gathered is None else gathered).detach().cpu()
-            weights[name] = weight.float() if weight.is_floating_point() else weight
-    groups = {getattr(weight, "group_name", "ep_size_1") for weight in model.parameters()}
-    if groups != {"ep_size_1"} and dist.get_rank() == 0:  # other processes have other experts
-        print("note: model.pt has the experts of rank 0 alone; those of all are in checkpoint/")
-    return weights
-
-
 @contextlib.contextmanager
 def write_errors(folder):
     """End this process with one line if what is done in this context fails because of the disk."""

@@ -156,17 +156,6 @@ def call_exit_functions():
 # Launchers of PyTorch
 
 
-def end_with_loader_workers():
-    """Have an exception end this process although a DataLoader has workers, which ignore SIGTERM.
-
-    The interpreter would wait for them. They are forked with any Python, so that they have the open
-    files of this process, and have one temporary folder for their sockets, which `end` removes.
-    """
-    multiprocessing.set_start_method("fork", force=True)  # from Python 3.14 on it is another one
-    atexit.register(end, 1)
-    multiprocessing.util.get_temp_dir()  # makes the folder
-
-
 def print_errors(main):
     """Have a process that fails print its traceback at once, before others fail because of it."""
 

@@ -14,12 +14,10 @@ from .checkpoints import (
     write_checkpoint,
 )
 from .checks import name_of_model, note_loss, own_copy
-from .deepspeed_config import config_errors, note_config, print_config, read_config
 from .files import lock, write
 from .launchers import (
     check_connected,
     end_on_ctrl_c,
-    end_with_loader_workers,
     fail,
     gather,
     others_waiting,
