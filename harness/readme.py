@@ -13,6 +13,7 @@ from pathlib import Path
 
 from harness import runs
 from harness.launchers import ROOT
+from verify import checks
 
 PATTERNS = ("*.md", "[!.]*/*.md", "docs/dev/*.md", "examples/*/*.md")
 DOCUMENTS = [path for pattern in PATTERNS for path in sorted(ROOT.glob(pattern))]
@@ -28,6 +29,14 @@ def blocks(readme: Path) -> list[dict[str, str]]:
 def fences(readme: Path, language: str) -> list[str]:
     """Return the text of each fenced block of a README in one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", readme.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def verdicts(launcher: str) -> dict[str, str]:
+    """Return the verdict of each row that the table in verify's README has for a launcher."""
+    line = re.search(rf"^\| {launcher} \| (.*) \|$", (ROOT / "verify" / "README.md").read_text(), re.MULTILINE)
+    assert line, f"the README of verify has no row for {launcher}"
+    words = {"ok": "ok", "-": "not checked"}
+    return {row: words[cell] for row, cell in zip(checks.ROWS, line[1].split(" | "), strict=True)}
 
 
 def tunnel(text: str) -> tuple[str, int, int]:

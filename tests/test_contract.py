@@ -230,7 +230,6 @@ BAD_INPUT = {
     "": ["output/checkpoint.pt", "--resume", "--output-dir"],
     "--resume --seed 1": ["output/checkpoint.pt", "--seed 0"],
     "--resume --precision bf16": ["output/checkpoint.pt", "--precision fp32"],
-    "--resume --global-batch 48": ["output/checkpoint.pt", "--global-batch "],
     "--resume --output-dir cut": ["cut/checkpoint.pt", "damaged"],
     "--resume --output-dir dangling": ["dangling/checkpoint.pt"],
 }
@@ -255,6 +254,8 @@ def test_bad_input(example: str, finished: Path) -> None:
     (finished / "dangling" / "checkpoint.pt").symlink_to("/nonexistent/checkpoint.pt")
     before = content(finished / "output"), content(finished / "cut")
     cases = BAD_INPUT | (CONVNET if LAUNCHERS[example].convnet else VISION)
+    batch = LAUNCHERS[example].global_batch
+    cases |= {"--resume --global-batch 48": ["output/checkpoint.pt", f"--global-batch {batch}"]}
     calls = {(ALONE[example], f"{WORDS.get(example, '')} {words}"): says for words, says in cases.items()}
     refusals.assert_calls_refused(finished, calls, **refusals.TORCHRUN)
     assert (content(finished / "output"), content(finished / "cut")) == before

@@ -12,19 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from harness import readme
 from harness.launchers import ROOT, copy_example
 from verify import checks
 
 FAULTS = sorted(ROOT.glob("tests/faults/*.patch"))
 RIGHT = sorted(ROOT.glob("tests/right/*.patch"))
-README = (ROOT / "verify" / "README.md").read_text()
-ORDINARY = (
-    "gan",
-    "texts-as-dicts",
-    "augmentation-in-workers",
-    "score-without-a-loss",
-    "one-cycle",
-)  # the others: weekly
+# The others are weekly.
+ORDINARY = ("gan", "texts-as-dicts", "augmentation-in-workers", "score-without-a-loss", "one-cycle")
 STARTED = ("vocabulary-of-a-set",)  # not forked: forked processes have one order of all sets
 pytestmark = pytest.mark.timeout(900)
 
@@ -91,9 +86,7 @@ def test_all_rows(name: str, launcher: str, server: str, tmp_path: Path) -> None
     """The rows have the verdicts that the README of verify shows: ok, or not checked for the reason given there."""
     folder = copy_example(ROOT / "examples" / name, tmp_path / name)
     rows = check(server, folder, name, checks.ROWS)
-    shown = next(line for line in README.splitlines() if line.startswith(f"| {launcher} |"))
-    cells = dict(zip(checks.ROWS, shown.strip("| ").split(" | ")[1:], strict=True))
-    assert {row: {"ok": "ok", "not checked": "-"}.get(rows[row][0]) for row in rows} == cells, rows
+    assert {row: verdict for row, (verdict, _) in rows.items()} == readme.verdicts(launcher), rows
 
 
 @pytest.mark.parametrize("path", parameters(FAULTS, first_of_each_row()))

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from verify.checks import LAUNCHERS, ROWS, check
 
-names = f"{', '.join(LAUNCHERS)}, or a command in which {{n}} is the number of processes"
 parser = argparse.ArgumentParser(prog="verify", description=__doc__)
 parser.add_argument("folder", type=Path, help="the folder with train.py")
-parser.add_argument("--launcher", help=names)
+parser.add_argument("--launcher", help=f"a command with {{n}} processes, or {', '.join(LAUNCHERS)}")
 parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS, help="default: all")
 end = [*sys.argv, "--"].index("--")
 args, flags = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]

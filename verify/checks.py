@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import json
-import math
 import os
 import re
 import shlex
@@ -83,15 +82,19 @@ class Run:
 
         found = {}
         with open(self.folder / "metrics.csv", newline="") as file:
-            for epoch, row in enumerate(csv.DictReader(file), 1):
+            for n, row in enumerate(csv.DictReader(file), 1):
                 for name in filter(re.compile(RESULTS, re.IGNORECASE).search, row):
                     with contextlib.suppress(TypeError, ValueError):  # no number
-                        found[f"{name} of epoch {epoch}"] = float(row[name])
+                        found[f"{name} of epoch {n}"] = torch.tensor(float(row[name]), dtype=float)
         with contextlib.suppress(Exception):  # no file, or no dict of tensors
             weights = torch.load(self.folder / "model.pt", "cpu").items()
             found |= {f"model.pt {n}": v for n, v in weights if hasattr(v, "numel") and v.numel()}
-        found = {name: torch.as_tensor(v, dtype=torch.complex128) for name, v in found.items()}
-        return {name: torch.view_as_real(v).nan_to_num(9e99) for name, v in found.items()}
+        return found
+
+
+def exact(value):
+    """Return a tensor in fp64, or a complex one as it is; apart() has few of them at a time."""
+    return value if value.is_complex() else value.double().nan_to_num(9e99)
 
 
 def apart(one, other):
@@ -99,14 +102,13 @@ def apart(one, other):
     one, other = one.results, other.results
     if not one:
         raise Unchecked("there is no number in metrics.csv and no tensor in model.pt")
-    weights = [abs(value).max() for name, value in one.items() if name.startswith("model.pt")]
-    found = dict.fromkeys(one.keys() ^ other.keys(), math.inf)
+    weights = [exact(one[name]).abs().max() for name in one if name.startswith("model.pt")]
+    found = dict.fromkeys(one.keys() ^ other.keys(), float("inf"))
     for name in one.keys() & other.keys():
-        if one[name].shape != other[name].shape:
-            found[name] = math.inf
-        elif not one[name].equal(other[name]):
-            size = max(weights) if name.startswith("model.pt") else abs(one[name]).max()
-            found[name] = (abs(one[name] - other[name]).max() / size.clip(1e-300)).item()
+        a, b = exact(one[name]), exact(other[name])
+        size = max(weights if name.startswith("model.pt") else [a.abs().max()]).clip(1e-300)
+        far = ((a - b).abs().max() / size).item() if a.shape == b.shape else float("inf")
+        found |= {name: far} if far else {}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 

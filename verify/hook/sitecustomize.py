@@ -25,7 +25,8 @@ class Hook:
     def __init__(self):
         """Replace the public functions of PyTorch that are observed."""
         self.folder, do = os.environ["VERIFY_DIR"], os.environ["VERIFY_DO"]
-        self.action, self.plain, self.process = do.split(":"), do == "plain", os.getpid()
+        self.what, *self.where = do.split(":")  # an action, its step and rank
+        self.plain, self.process = do == "plain", os.getpid()
         self.rank, self.step = int(os.environ.get("RANK", -1)), 0
         self.loaders, self.saved = [], {}
         self.clean = None  # the generators' states after the last seeding or batch
@@ -82,7 +83,7 @@ class Hook:
                    training=False, *rest, **named):  # fmt: skip
         statistics = [running_mean, running_var]
         if running_mean is not None and not torch.compiler.is_compiling():
-            if not training:
+            if not training and not self.plain:
                 self.compare("BatchNorm statistics", statistics)
             training = training and not self.plain
         return original(input, *statistics, weight, bias, training, *rest, **named)
@@ -176,23 +177,22 @@ class Hook:
             self.note("draws")
         if any(hasattr(value, "to_local") for value in values):
             self.note("sharded")
-        else:
-            self.compare(f"tensors of {type(optimizer).__name__}", values)
+        elif self.plain:
             norms = [value.grad.norm().item() for value in values if value.grad is not None]
             self.note("step", norm=math.hypot(*norms))
+        else:
+            self.compare(f"tensors of {type(optimizer).__name__}", values)
         done = f"{self.folder}/done"  # a launcher can start the processes again
-        if self.action[1:] == [str(self.step), str(self.rank)] and not os.path.exists(done):
-            open(done, "w").close()
-            self.act(self.action[0])
-
-    def act(self, what):
-        if what == "kill":
+        if self.where != [str(self.step), str(self.rank)] or os.path.exists(done):
+            return
+        open(done, "w").close()
+        if self.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if what == "stop":
+        if self.what == "stop":
             open(os.environ["VERIFY_STOP"], "w").close()
-        if what == "raise":
+        if self.what == "raise":
             raise RuntimeError("raised by verify")
-        while what == "hang":
+        while self.what == "hang":
             time.sleep(1)
 
     def finish(self):
