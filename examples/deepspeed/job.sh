@@ -128,7 +128,7 @@ wait_for() {
     done
 }
 
-# In a task: run $@. SLURM's signals do not reach it: they make the file that stops train.py.
+# In a task: run $@. SLURM's USR1 does not reach it: it makes the file that stops train.py.
 until_asked_to_stop() {
     (trap "" USR1; "$@") &       # at some sites USR1 reaches it
     wait_for "$!"

@@ -17,5 +17,6 @@ class WholeFiles(DDPStrategy):
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         module = self.lightning_module
         longrun.check([w for w in module.parameters() if w.requires_grad], module.progress)
+        # longrun.py asks each part for its state_dict(), and here the parts are the states
         parts = {n: SimpleNamespace(state_dict=lambda part=p: part) for n, p in checkpoint.items()}
         return longrun.save_checkpoint(module.args, parts, module.progress)

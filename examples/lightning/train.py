@@ -92,7 +92,7 @@ class LitConvNet(L.LightningModule):
         before, self.progress["lr"] = self.progress["lr"], self.args.lr
         factor = self.args.lr / before if before else 1
         for group in self.optimizers().param_groups:
-            group["lr"] *= factor
+            group |= {name: group[name] * factor for name in longrun.RATES if name in group}
         scheduler = self.lr_schedulers()
         if hasattr(scheduler, "base_lrs"):  # not all of PyTorch's schedulers have them
             scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
@@ -149,7 +149,7 @@ def main(args):
     torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
     # lightning: saves the state of model, optimizer, scheduler, loops and callbacks at each epoch
     saving = ModelCheckpoint(args.output_dir, "checkpoint", enable_version_counter=False)
-    saving.FILE_EXTENSION = ".pt"
+    saving.FILE_EXTENSION = ".pt"  # job.sh and longrun.py look for checkpoint.pt
     # lightning: who has started the processes, and by which variables each knows its rank
     environment = SLURMEnvironment(auto_requeue=False) if args.nodes else LightningEnvironment()
     trainer = L.Trainer(
