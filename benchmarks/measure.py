@@ -98,8 +98,7 @@ def compare(args: argparse.Namespace) -> None:
     local: 2 processes each, started by the command of the example's README.
     job:   4 processes each, in the lab, whose SLURM runs the example's run.slurm, on 2 nodes where it can.
 
-    benchmarks/compare.csv is a copy of local.csv, and the table in RESULTS.md is that of local.md. That the weights
-    agree is not checked here but in the tests.
+    The table in RESULTS.md is that of local.md. That the weights agree is not checked here but in the tests.
     """
     from harness import jobs, outputs, runs
     from harness.launchers import copy_example

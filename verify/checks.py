@@ -27,7 +27,7 @@ LAUNCHERS = {
 }
 LIMITS = {"--limit-steps": 8, "--global-batch": 48, "--timeout": 120}
 # A column of metrics.csv is a result if its name has one of these words; others can be times.
-RESULTS = "loss|acc|score|err|perplexity|precision|recall|f1|auc|iou|bleu"
+RESULTS = "loss|acc(uracy|[^a-z]|$)|score|error|perplexity|precision|recall|f1|auc|iou|bleu"
 
 
 class Verdict(Exception):
