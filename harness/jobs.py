@@ -303,8 +303,8 @@ while not (output / "finish").exists():
         (output / name).touch()
     time.sleep(0.1)
     asked = os.environ.get("STOP_FILE")  # with plumbing/, where train.py can stop at any step
-    if asked is None and (output / "stop").exists():  # with job.sh of longrun/
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
+    with contextlib.suppress(FileNotFoundError):  # there is none, or another process was faster
+        if asked is None and (output / "stop").stat().st_size:  # with job.sh of longrun/
             (output / "stop").rename(output / "stopped")
     if os.path.exists(asked or output / "stopped"):
         (output / "stopped").touch()
