@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from harness import outputs, refusals, runs
+from harness import outputs, readme, refusals, runs
+from harness.launchers import ROOT
 from harness.runs import Reference
 from tests import held_memory
 
 pytestmark = pytest.mark.only("lora")
+PAGE = ROOT / "docs" / "using-the-model.md"
 
 
 @torch.no_grad()
@@ -167,3 +169,11 @@ def test_bad_input(example: str, folder: Path, reference: Reference) -> None:
         {(call, f"{words} {'' if 'resume' in words else '--output-dir new'}"): says for words, says in cases.items()},
         **refusals.TORCHRUN,
     )
+
+
+def test_using_the_model(example: str, folder: Path, reference: Reference) -> None:
+    """The page's program adds the adapters to the model, which then writes without peft."""
+    shutil.copytree(reference.output, folder / "output")
+    (program,) = (text for text in readme.fences(PAGE, "python") if "output/merged" in text)
+    run = runs.Run(["python", "-c", program], folder).wait()
+    assert run.status == 0 and "The river" in run.stdout, run.stderr
