@@ -56,11 +56,11 @@ def load_data(args, tokenizer):
             # A block begins with the last token of the block before it: each token is predicted.
             starts = range(0, len(tokens) - 1, args.context - 1)
             rows = [{"input_ids": tokens[start : start + args.context]} for start in starts]
-        if len(rows) < 2:
-            raise ValueError(f"samples: {len(rows)}, which are too few")
+        tests = max(1, len(rows) // 10)  # of a text they are its end
+        if len(rows) - tests < args.global_batch:
+            raise ValueError(f"{len(rows)} samples are too few: a tenth is for the test")
         if "messages" in rows[0] and not tokenizer.chat_template:
             raise ValueError("the tokenizer of --model-dir has no chat template for messages")
-        tests = max(1, len(rows) // 10)  # of a text they are its end
         return Dataset.from_list(rows[:-tests]), Dataset.from_list(rows[-tests:])
     except Exception as error:
         longrun.fail(f"--text-file {path}: {error}")
