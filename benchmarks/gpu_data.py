@@ -9,8 +9,11 @@ import io
 import json
 import os
 import random
+import shutil
 import struct
+import subprocess
 import sys
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -55,14 +58,14 @@ def jpeg(folder: Path, sizes: dict[str, Sizes]) -> dict[str, object]:
 def model(folder: Path, sizes: dict[str, Sizes]) -> dict[str, object]:
     """Write a Llama with random weights in bf16, and the tokenizer of lora's make_model.py."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    sys.path.insert(0, str(ROOT / "examples" / "lora"))
-    import make_model
-
-    lora = sizes["lora"]
-    text = (ROOT / "examples" / "lora" / "text.txt").read_text()
-    tokenizer = make_model.make_tokenizer(text, 320)
+    example, lora = ROOT / "examples" / "lora", sizes["lora"]
+    text = (example / "text.txt").read_text()
+    with tempfile.TemporaryDirectory() as small:
+        shutil.copy(example / "text.txt", small)
+        subprocess.run([sys.executable, example / "make_model.py"], cwd=small, check=True)
+        tokenizer = AutoTokenizer.from_pretrained(Path(small) / "model")
     config = LlamaConfig(
         vocab_size=lora["vocabulary"],
         hidden_size=lora["hidden"],

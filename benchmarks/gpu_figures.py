@@ -271,6 +271,8 @@ def measure(bench: Bench, figure: Figure, limit: float) -> list[Row]:
 def read(bench: Bench, figure: Figure, output: Path, done: Done, monitor: Monitor) -> Row:
     """Return what a run has measured: its speed, memory, power, and the share of the card's peak."""
     rows = outputs.read_metrics(output) if (output / "metrics.csv").exists() else []
+    if figure.group == "lora":  # its samples have the same length
+        rows = [row | {"tokens_per_second": row["samples_per_second"] * bench.sizes["lora"]["context"]} for row in rows]
     values = [row[EPOCH_WORD[figure.unit]] for row in rows[1:]]
     if not values or (done.status != 0 and not done.over):
         return {"state": FAILED, "reason": done.why()}

@@ -122,11 +122,12 @@ def prepare(folder: Path, examples: Sequence[str], images: int) -> None:
     for name in examples:
         if words := LAUNCHERS[name].prepare.split()[1:]:
             example = copy_example(ROOT / "examples" / name, folder / name)
-            words += ["--folder", str(folder / ("model" if name == "lora" else "images"))]
+            words += [] if name == "lora" else ["--folder", str(folder / "images")]
             done = subprocess.run([sys.executable, *words], cwd=example, capture_output=True, text=True)
             if done.returncode:
                 sys.exit(f"peers.py: error: cannot make the data of {name}: {last_words(done.stderr)}")
         if name == "lora":
+            (example / "model").rename(folder / "model")
             write_samples(folder, (example / "text.txt").read_text())
 
 

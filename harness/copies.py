@@ -43,6 +43,8 @@ def files(tree: Path) -> set[str]:
 
 def trees(root: Path, folder: Path) -> dict[str, dict[str, Path]]:
     """Return the folders that an example carries, each with its files and the source of each file."""
+    if has_new_form(folder) and "common" not in (folder / "train.py").read_text():
+        return {}  # lora trains a model of others on a text
     if has_new_form(folder):
         return {"common": {name: root / "common" / name for name in files(root / "common")}}
     old = {name: root / "plumbing" / name for name in files(root / "plumbing") if not name.startswith("common/")}

@@ -31,15 +31,16 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 def words_of(example: str, way: str = "default") -> list[str]:
     """Return the arguments of a run of two epochs, in fp64 where the example's model can be."""
-    return f"{SMALL[example]} {WAYS[way]} --epochs 2 --precision fp64".split()
+    precision = "fp32" if example == "lora" else "fp64"
+    return f"{SMALL[example]} {WAYS[way]} --epochs 2 --precision {precision}".split()
 
 
 def assert_same(example: str, output: Path, other: Path) -> None:
     """Check that two runs ended with weights of the same names, and the same but for a rounding, and their metrics.
 
-    Llama's RMSNorm computes in fp32, whatever the weights are, so that lora's differ by more: 1.3e-5 were found.
+    lora's are computed in fp32, and so differ by more.
     """
-    bound = 1e-4 if example == "lora" else 1e-9
+    bound = 1e-3 if example == "lora" else 1e-9
     one, two = map(outputs.read_model, (output, other))
     assert not [name for name in one if "_orig_mod" in name]
     assert outputs.largest_difference(one, two) < bound  # found: at most 1e-13

@@ -114,7 +114,7 @@ def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -
 def test_finished_and_resumed(example: str, finished: Path, reference: Reference) -> None:
     """With --resume a finished run writes its model again; with more epochs and --lr 0 its weights stay as they are."""
     output = finished / "output"
-    (output / "model.pt").unlink()
+    (output / LAUNCHERS[example].model).unlink()
     run = runs.train(example, finished, 2, "--resume")
     assert "continuing after epoch 5 of 5" in run.stdout and "train loss" not in run.stdout
     outputs.assert_same_run(output, reference.output)
@@ -130,6 +130,7 @@ def test_finished_and_resumed(example: str, finished: Path, reference: Reference
 
 @longrun
 @pytest.mark.only("any_world_size")
+@pytest.mark.only("fp64")
 def test_another_number_of_processes(example: str, folder: Path, tmp_path: Path) -> None:
     """Killed with 2 processes, continued with 1, then with 3: at one global batch the training is that of 1 process."""
     output = folder / "output"
@@ -197,7 +198,8 @@ def test_disk_full(example: str, folder: Path) -> None:
     """
     runs.train(example, folder, 2, "--epochs", 1)
     before = (folder / "output" / "checkpoint.pt").read_bytes()
-    limited = ["bash", "-c", 'ulimit -f 2000; exec "$@"', "bash", *LAUNCHERS[example].command(2)]
+    size = 2000 if LAUNCHERS[example].model == "model.pt" else 500  # kB; of adapters all is small
+    limited = ["bash", "-c", f'ulimit -f {size}; exec "$@"', "bash", *LAUNCHERS[example].command(2)]
     run = runs.Run([*limited, "--resume", "--epochs", "2"], folder).wait()
     assert_last_line(run, LAUNCHERS[example].status_after_bad_input, f"cannot write {LAUNCHERS[example].written}")
     assert (folder / "output" / "checkpoint.pt").read_bytes() == before
@@ -211,7 +213,8 @@ def test_loss_that_is_not_finite(example: str, folder: Path) -> None:
     run = runs.start(example, folder, 2, "--epochs", 2, "--limit-steps", 2, "--resume", "--lr", "1e30").wait()
     assert_last_line(run, LAUNCHERS[example].status_after_bad_input, "not finite", "nothing is saved")
     after = content(folder / "output")
-    assert [after[name] == before[name] for name in ("checkpoint.pt", "metrics.csv", "model.pt")] == [True] * 3
+    names = [name for name in ("checkpoint.pt", "metrics.csv", "model.pt") if name in before]
+    assert len(names) >= 2 and [name for name in names if after[name] != before[name]] == []
 
 
 # How one process trains that no launcher has started.
@@ -237,6 +240,11 @@ CONVNET = {  # and of those that train the ConvNet
     "--dataset mnist --output-dir new": ["mnist", "data/MNIST/raw", "python -m common.data mnist"],
     "--batch-size 1439 --output-dir new": ["1438"],
 }
+LORA = {
+    "--model-dir none --output-dir new": ["--model-dir none has no config.json", "make_model.py"],
+    "--batch-size 301 --output-dir new": ["--text-file text.txt: 129 samples are too few"],
+    "--context 257 --output-dir new": ["--context 257", "256 tokens"],
+}
 VISION = {
     "--data-dir none --output-dir new": ["--data-dir none", "none/train", "make_images.py"],
     "--batch-size 301 --output-dir new": ["300"],
@@ -249,11 +257,11 @@ def test_bad_input(example: str, finished: Path) -> None:
     """Bad arguments, input and checkpoints end a run with one line and status 2, and what is there stays as it is."""
     for name in ("cut", "dangling"):
         shutil.copytree(finished / "output", finished / name)
-    os.truncate(finished / "cut" / "checkpoint.pt", 100_000)
+    os.truncate(finished / "cut" / "checkpoint.pt", 20_000)
     (finished / "dangling" / "checkpoint.pt").unlink()
     (finished / "dangling" / "checkpoint.pt").symlink_to("/nonexistent/checkpoint.pt")
     before = content(finished / "output"), content(finished / "cut")
-    cases = BAD_INPUT | (CONVNET if LAUNCHERS[example].convnet else VISION)
+    cases = BAD_INPUT | {"lora": LORA, "torchrun_vision": VISION}.get(example, CONVNET)
     batch = LAUNCHERS[example].global_batch
     cases |= {"--resume --global-batch 48": ["output/checkpoint.pt", f"--global-batch {batch}"]}
     calls = {(ALONE[example], f"{WORDS.get(example, '')} {words}"): says for words, says in cases.items()}
@@ -270,6 +278,8 @@ def test_checkpoint_of_another_model_or_data(example: str, finished: Path) -> No
     changed, old, new = models, "128", "64"
     if not LAUNCHERS[example].convnet:
         changed, old, new = train, "num_classes=len(args.classes)", "num_classes=7"
+    if example == "lora":
+        changed, old, new = train, "r=args.lora_rank", "r=7"
     text = changed.read_text()
     changed.write_text(text.replace(old, new))
     run = runs.start(example, finished, 2, "--resume").wait()
@@ -277,16 +287,17 @@ def test_checkpoint_of_another_model_or_data(example: str, finished: Path) -> No
     changed.write_text(text)
     if LAUNCHERS[example].convnet:
         edits.leave_digits(finished, 1400)
+    elif example == "lora":
+        (finished / "text.txt").write_text((finished / "text.txt").read_text()[:4000])
     else:
         (finished / "images" / "train" / "one" / "001.png").unlink()
     run = runs.start(example, finished, 2, "--resume").wait()
-    assert_last_line(
-        run, status, "output/checkpoint.pt", "1438 samples" if LAUNCHERS[example].convnet else "300 samples"
-    )
+    samples = {"lora": "training data of", "torchrun_vision": "300 samples"}.get(example, "1438 samples")
+    assert_last_line(run, status, "output/checkpoint.pt", samples)
     assert content(finished / "output") == before
 
 
-@pytest.mark.only("deepspeed", "lightning")
+@pytest.mark.only("deepspeed", "lightning", "lora")
 def test_rows_of_verify(example: str, folder: Path) -> None:
     """Three rows of verify find nothing; tests/test_faults.py has all rows, for ddp_spawn and torchrun_multinode."""
     rows = ["samples", "weights", "checkpoint"]

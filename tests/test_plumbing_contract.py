@@ -162,7 +162,7 @@ def test_gpus_that_cannot_be_used(example: str, folder: Path) -> None:
 def test_another_number_of_processes(example: str, folder: Path, tmp_path: Path) -> None:
     """An epoch of two processes and one of three train as one process does, to a rounding, in fp64."""
     launcher, output = LAUNCHERS[example], folder / "output"
-    rounding = 1e-6 if example == "lora" else 1e-9  # RMSNorm of transformers computes in fp32, whatever the weights are
+    rounding = 1e-9
     if launcher.convnet:
         edits.leave_digits(folder, 200)  # fp64 takes long
         edits.leave_digits(folder, 61, "test")

@@ -14,7 +14,7 @@ import pytest
 
 from harness import outputs, processes, refusals, runs
 
-EXAMPLES = ("fsdp", "lora")
+EXAMPLES = ("fsdp",)
 SCRIPTS = {
     "Devanagari": "वह हर सुबह नदी के किनारे टहलती है और पानी की आवाज़ सुनती है।\n",
     "Chinese": "每天早晨，她沿着河边散步，听着流水的声音。",
