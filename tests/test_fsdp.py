@@ -189,7 +189,7 @@ def test_tokens_of_a_text(example: str, folder: Path) -> None:
     from tokenizers import Tokenizer
 
     (folder / "book.txt").write_text(TEXT * 200, encoding="utf-8", newline="")
-    line = readme.command("examples/fsdp/README.md", "python tokenize_text.py")
+    line = readme.command("examples/fsdp/README.md", "python tokenize_text.py ...")
     ways = {"data": "", "trained": " --vocabulary 300", "given": " --tokenizer trained/tokenizer.json"}
     for name, words in ways.items():
         run = readme.run_block([f"{line}{words} --data-dir {name}"], folder)
