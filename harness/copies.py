@@ -1,8 +1,8 @@
 """What stands in several example folders, and is checked to be the same by comparing files.
 
 An example is copied as one folder, so it carries its own copy of what it needs. A folder with longrun.py has the new
-form: it carries common/, longrun.py and job.sh. A folder without it has the old one: plumbing/, and plumbing/common as
-common/. A few files besides are the same in examples of the same framework.
+form: it carries longrun.py, job.sh and, but for fsdp, common/. A folder without it has the old one: plumbing/, and
+plumbing/common as common/. A few files besides are the same in examples of the same framework.
 """
 
 import filecmp

@@ -207,7 +207,7 @@ def main(args):
     parts = args.gradient_accumulation_steps
     steps = min(len(sampler) // (args.batch_size * parts), args.limit_steps or len(train_set))
     if not steps or len(test_set) < args.groups:
-        longrun.fail(f"{len(sampler)} samples of each group, {len(test_set)} for testing: too few")
+        longrun.fail(f"the {len(sampler)} samples of a group, {len(test_set)} to test: too few")
     # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     # fsdp: each test sample once; a DistributedSampler would repeat some or leave some out
