@@ -291,12 +291,20 @@ def read(bench: Bench, figure: Figure, output: Path, done: Done, monitor: Monito
         found["torch_mb"] = max(used["gpu_mb"] for used in run["stops"][-1]["used"])
         found["ram_mb"] = max(used["mb"] for used in run["stops"][-1]["used"])
     weights = run["starts"][-1].get("model", {}).get("weights")
+    if figure.group == "fsdp":
+        weights = weights_of_gpt(bench.sizes["fsdp"])
     if weights:
         found["weights"] = weights
     if figure.group == "fsdp" and weights and bench.peak and bench.gpus:
         flops = flops_of_a_token(weights, bench.sizes["fsdp"]) * value
         found["peak_share"] = round(flops / 1e12 / bench.peak / bench.gpus, 4)
     return found
+
+
+def weights_of_gpt(sizes: Sizes) -> int:
+    """Return the number of weights of fsdp's TinyGPT."""
+    width = sizes["width"]
+    return (sizes["vocabulary"] + sizes["context"] + 2) * width + sizes["layers"] * (12 * width + 13) * width
 
 
 def flops_of_a_token(weights: int, sizes: Sizes) -> float:

@@ -157,7 +157,7 @@ def run(name: str, command: list[str], folder: Path, args: argparse.Namespace, e
     """
     threads = str(max(1, len(os.sched_getaffinity(0)) // args.processes))
     variables = {"OMP_NUM_THREADS": threads, "TF_NUM_INTRAOP_THREADS": threads, "TF_NUM_INTEROP_THREADS": "1"}
-    variables |= {"PYTHONPATH": f"{ROOT}/plumbing", "EPOCHS": str(args.epochs)}  # our model
+    variables |= {"PYTHONPATH": f"{ROOT}/plumbing:{ROOT}/examples/fsdp", "EPOCHS": str(args.epochs)}  # our model
     variables |= {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     if example in args.venv:
         variables["PATH"] = f"{args.venv[example].resolve()}/bin:{os.environ['PATH']}"

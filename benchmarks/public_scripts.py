@@ -88,9 +88,9 @@ FSDP2_CLOCK, FSDP2_STEP = clock(*FSDP2), clock(*FSDP2, "step", "count")
 TRAINER_CLOCK = clock("args.process_index == 0", "len(train_data) // args.world_size")
 TORCHVISION_CLOCK = clock("utils.is_main_process()", "len(train_sampler)")
 
-FSDP_IMPORTS = "import torch.nn.functional as F\n\nfrom common.data import Tokens, markov_tokens\n"
-FSDP_IMPORTS += "from common.models import TinyGPT\n"
-FSDP_SAMPLES = f"samples = Tokens(markov_tokens({TOKENS})[0][:{TOKENS * 9 // 10}], {CONTEXT})\n"
+FSDP_IMPORTS = "import torch.nn.functional as F\n\nfrom tiny_gpt import TinyGPT\n"
+FSDP_IMPORTS += "from token_data import Tokens, random_tokens\n"
+FSDP_SAMPLES = f"samples = Tokens(random_tokens({TOKENS}, 256)[:{TOKENS * 9 // 10}], {CONTEXT})\n"
 FSDP_MODEL = f"TinyGPT(context={CONTEXT}, width={WIDTH}, layers={LAYERS})"
 
 PEERS = {
@@ -387,9 +387,9 @@ PEERS = {
                     Edit(97, 8, 1, "step"),
                     Edit(97, 19, 2, f"{EPOCHS} * count"),
                     Edit(98, 0, 0, f"        {FSDP2_STEP}"),
-                    Edit(100, 9, 3, ", y = samples["),
+                    Edit(100, 9, 3, ", y = samples.__getitems__("),
                     Edit(100, 26, 13, "len(samples)"),
-                    Edit(100, 53, 25, "))]"),
+                    Edit(100, 53, 25, ")))"),
                     Edit(101, 15, 0, "F.cross_entropy("),
                     Edit(101, 24, 5, "flatten(0, 1), y.flatten())"),
                     Edit(103, 0, 73, ""),

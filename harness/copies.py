@@ -1,8 +1,8 @@
 """What stands in several example folders, and is checked to be the same by comparing files.
 
 An example is copied as one folder, so it carries its own copy of what it needs. A folder with longrun.py has the new
-form: it carries common/, longrun.py and job.sh. A folder without it has the old one: plumbing/, and plumbing/common as
-common/. A few files besides are the same in examples of the same framework.
+form: it carries longrun.py, job.sh and, but for fsdp, common/. A folder without it has the old one: plumbing/, and
+plumbing/common as common/. A few files besides are the same in examples of the same framework.
 """
 
 import filecmp
@@ -11,7 +11,7 @@ from pathlib import Path
 
 LEFT_OUT = ("__pycache__", ".ruff_cache", "ruff.toml")  # what tools leave; how files are checked here
 OLD_FORM = ("own_data.py", "own_model.py")
-FILES = (*OLD_FORM, "tokenize_text.py", "container.def", "install.sh")
+FILES = (*OLD_FORM, "container.def", "install.sh")
 
 
 def examples(root: Path) -> list[Path]:
@@ -46,6 +46,8 @@ def trees(root: Path, folder: Path) -> dict[str, dict[str, Path]]:
     if has_new_form(folder) and "common" not in (folder / "train.py").read_text():
         return {}  # lora trains a model of others on a text
     if has_new_form(folder):
+        if not (folder / "common").exists():  # fsdp, which trains on tokens
+            return {}
         return {"common": {name: root / "common" / name for name in files(root / "common")}}
     old = {name: root / "plumbing" / name for name in files(root / "plumbing") if not name.startswith("common/")}
     common = root / "plumbing" / "common"

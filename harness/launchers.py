@@ -133,9 +133,9 @@ LAUNCHERS = {
         at_most=2.2235 + 0.1,  # the source's entropy, and what may be missing
         first_above=2.6,
         last_below=2.3,
-        checkpoint="checkpoint/epoch*/__0_0.distcp",
+        written="output/checkpoint/step104",
         global_batch=16,
-        epoch_start='    start = time.perf_counter() - progress["seconds"]\n',
+        epoch_start="        sampler.set_epoch(epoch)",
         convnet=False,
         job_recovers=True,
         stops_at_a_step=True,

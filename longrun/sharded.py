@@ -5,9 +5,20 @@ train.py calls these functions beside those of longrun.py; all processes call th
 
 import os
 import shutil
-import zipfile
+import zlib
+
+from torch.distributed.checkpoint import CheckpointException
 
 import longrun
+
+
+def checksum(path):
+    """Return the CRC-32 of a file's content."""
+    value = 0
+    with open(path, "rb") as file:
+        while part := file.read(2**22):
+            value = zlib.crc32(part, value)
+    return value
 
 
 def save_checkpoint(args, stateful, progress, save):
@@ -16,19 +27,29 @@ def save_checkpoint(args, stateful, progress, save):
     So a kill at any moment does no harm.
     """
     longrun.alive(None)  # a save may take longer than a step
-    folder = args.output_dir / "checkpoint" / f"step{progress['step']}"
+    # The last step of an epoch may be saved twice: within the epoch, and at its end.
+    within = "-within-epoch" if progress.get("epoch_step") else ""
+    folder = args.output_dir / "checkpoint" / f"step{progress['step']}{within}"
     if longrun.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed while saving
     longrun.gather(None)
     try:
         save(folder.parent, folder.name)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-        wrong = f"cannot write {folder} ({error})".partition("\n")[0]
+    except (OSError, RuntimeError, CheckpointException) as error:  # RuntimeError: by torch.save
+        failures = getattr(error, "failures", {0: (error,)})  # those of all processes
+        cause = str(next(iter(failures.values()))[0]).partition("\n")[0]
+        wrong = f"cannot write {folder} ({cause})"
         longrun.fail(f"{wrong}: is the disk full? Free some space, then --resume")
     os.sync()  # the files are on the disk before checkpoint.pt names them
     # Each process sees at least its own files: NFS shows those of other nodes later.
-    names = longrun.gather([path.name for path in folder.iterdir() if path.is_file()])
-    progress |= {"folder": folder.name, "files": sorted(set().union(*names)), "lr": args.lr}
+    seen = [path.name for path in folder.iterdir() if path.is_file()]
+    names = sorted(set().union(*longrun.gather(seen)))
+    # Each process reads the files with its rank in their names, which it has written; 0 the others.
+    ranks = [next((r for r in range(longrun.size) if f"_{r}_" in name), 0) for name in names]
+    mine = [name for name, rank in zip(names, ranks, strict=True) if rank == longrun.rank]
+    files = longrun.gather({name: checksum(folder / name) for name in mine})
+    progress |= {"folder": folder.name, "lr": args.lr}
+    progress["files"] = {name: value for part in files for name, value in part.items()}
     progress["divided"] = getattr(args, "divided", None)
     longrun.save_checkpoint(args, stateful, progress)
     if longrun.rank == 0:
@@ -44,10 +65,10 @@ def find_checkpoint(args, progress):
     folder, error = args.output_dir / "checkpoint" / progress["folder"], None
     other = "or choose another --output-dir"
     try:
-        for name in progress["files"][longrun.rank :: longrun.size]:  # each process tests some
-            if changed := zipfile.ZipFile(folder / name).testzip():  # torch.load does not
-                raise ValueError(f"{changed} has changed")
-    except Exception as wrong:  # a damaged file can raise almost anything
+        for name in sorted(progress["files"])[longrun.rank :: longrun.size]:  # a part of them
+            if checksum(folder / name) != progress["files"][name]:  # PyTorch does not test it
+                raise ValueError(f"{name} has changed")
+    except (OSError, ValueError) as wrong:
         error = f"{folder} is damaged, or cannot be read ({wrong!r}): restore a copy, {other}"
     before, now = progress["divided"], getattr(args, "divided", None)
     if before != now:

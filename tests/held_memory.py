@@ -14,7 +14,8 @@ def plant(folder: Path, step: str, call: str) -> None:
     from harness import edits
 
     shutil.copy(__file__, folder)
-    edits.edit(folder / "train.py", step, f"        __import__('held_memory').{call}\n{step}")
+    indent = step[: -len(step.lstrip())]
+    edits.edit(folder / "train.py", step, f"{indent}__import__('held_memory').{call}\n{step}")
 
 
 def read(folder: Path, processes: int = 2) -> dict[str, float]:

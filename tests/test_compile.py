@@ -1,6 +1,6 @@
 """With --compile a run computes the same to a rounding, and its files are those of a run without it.
 
-test_fsdp.py has one more. All are long: each process compiles for half a minute.
+All are long: each process compiles for half a minute.
 """
 
 from pathlib import Path

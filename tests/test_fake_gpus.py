@@ -22,7 +22,7 @@ from tests.test_minimal import command
 pytestmark = [pytest.mark.only("gpus"), pytest.mark.skipif(bool(fake_gpus.why_not()), reason=fake_gpus.why_not())]
 USUAL = "--epochs 1 --precision bf16"
 ARGUMENTS = {  # of test_trains, where others reach more of what only a GPU's run reaches
-    "fsdp": "--epochs 1 --tokens 4000 --precision bf16 --cpu-offload --max-grad-norm 1",
+    "fsdp": "--epochs 1 --tokens 4000 --precision bf16 --max-grad-norm 1",
     "torchrun_vision": "--epochs 1 --image-size 16 --batch-size 75 --precision fp16 --sync-batchnorm --max-grad-norm 1",
 }
 
@@ -43,9 +43,8 @@ def assert_clean(example: str, record: Path, run: runs.Run) -> None:
     did = counts(record)
     copies = {"blocking": 0, "non_blocking": 0}
     for what, number in did.items():
-        match = re.fullmatch(r"copy cpu to cuda pinned (\w+) (\w+)", what)
-        # With --cpu-offload FSDP copies weights, too, as it likes: data are integers.
-        if match and (match[2] == "Long" or "--cpu-offload" not in run.command):
+        match = re.fullmatch(r"copy cpu to cuda pinned (\w+) \w+", what)
+        if match:
             copies[match[1]] += number
     waits = example != "lora"  # TRL's trainer does, for its metrics
     assert copies["non_blocking"] >= 8 * waits and not copies["blocking"] * waits, (

@@ -110,9 +110,6 @@ def test_precision(example: str, folder: Path, precision: str) -> None:
 
 MODES = {  # and whose they are
     "--tensor-parallel 2": "fsdp",
-    "--cpu-offload": "fsdp",
-    "--cpu-offload --tensor-parallel 2": "fsdp",
-    "--async-save": "fsdp",
     "--shard": "lora",
     "--sync-batchnorm": "torchrun_vision",
     "--sync-batchnorm --precision fp16 --max-grad-norm 1": "torchrun_vision",
@@ -141,10 +138,9 @@ def test_dead_rank(example: str, folder: Path) -> None:
 def test_no_context_on_another_gpu(example: str, folder: Path) -> None:
     """Each process uses one GPU: a context on another one takes some 400 MB there, and none in exclusive mode.
 
-    It is asked for in the middle of the run, when checkpoints have been written, too, by a thread where there is one.
+    It is asked for in the middle of the run, when checkpoints have been written, too.
     """
-    words = ["--async-save"] if example == "fsdp" else []
-    run = runs.start(example, folder, COUNT, "--epochs", 100, *words, **VISIBLE)
+    run = runs.start(example, folder, COUNT, "--epochs", 100, **VISIBLE)
     run.read_epoch(1)
     run.read_epoch(2)
     command = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"]

@@ -1,123 +1,102 @@
-"""Train a GPT with FSDP2, so that no process has to hold all of it; torchrun starts the processes.
+"""Train a GPT with FSDP2, so that no process has to hold all of it, on one or many nodes.
 
 Locally:   torchrun --standalone --nproc-per-node=2 minimal.py
 On SLURM:  sbatch minimal.slurm
 
-train.py is the same training with what a long job needs: checkpoints, restarts, clear errors.
+train.py is the same training plus what a long job needs: flags, checkpoints, clear errors.
 Comments that begin with "fsdp:" or "torchrun:" mark what a single process would not need.
 """
 
-import math
 import os
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from common import data  # the folder beside this file
-from common.models import TinyGPT, token_loss
+import token_data as data  # the files beside this one
+from tiny_gpt import TinyGPT, initialise, token_loss
 
-EPOCHS, BATCH_SIZE, LR, SEED = 5, 8, 1e-3, 0  # BATCH_SIZE: of each process
-VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 256, 64, 128, 4, 2
+EPOCHS, BATCH_SIZE, LR, SEED = 5, 8, 1e-3, 0  # BATCH_SIZE: samples per batch of each process
+
+
+def predict(model, batch, device):
+    """Return the model's logits (N, vocabulary) of the N tokens of a batch, and labels (N,)."""
+    tokens, labels = (part.to(device) for part in batch)
+    return model(tokens).flatten(0, 1), labels.flatten()
 
 
 def train_one_epoch(model, train_loader, optimizer, device):
     """Train to the end of an epoch; return the mean loss over the tokens of all processes."""
     model.train()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
-    for tokens, labels in train_loader:
-        tokens, labels = tokens.to(device), labels.to(device)
-        logits = model(tokens)
-        loss = token_loss(logits, labels, torch.float32)  # cross-entropy, the mean over tokens
-        loss.backward()  # fsdp: averages over all processes; each keeps its shard of that
-        sums[0] += loss.detach() * labels.numel()  # with .item() each step would wait
-        sums[1] += labels.numel()
+    for batch in train_loader:
+        logits, labels = predict(model, batch, device)
+        loss = token_loss(logits, labels)
+        loss.backward()  # fsdp: averages the gradients; each process keeps those of its shard
+        sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
+        sums[1] += len(labels)
         optimizer.step()  # fsdp: each process updates its shard of the weights
         optimizer.zero_grad()
-    dist.all_reduce(sums)  # fsdp: sum over all processes, which all have to call this
-    loss_sum, tokens = sums.tolist()
-    return loss_sum / tokens
+    dist.all_reduce(sums)  # fsdp: sum over all processes; each has to call this, or others hang
+    return (sums[0] / sums[1]).item()
 
 
 @torch.no_grad()
-def evaluate(model, test_loader, device):
-    """Return the mean test loss, in nats per token, over the tokens of all processes."""
+def evaluate(model, test_loader, count, device):
+    """Return the mean loss, in nats per token, over the tokens of all processes."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
-    for tokens, labels in test_loader:
-        tokens, labels = tokens.to(device), labels.to(device)
-        logits = model(tokens)
-        sums[0] += token_loss(logits, labels, torch.float32, "sum")
-        sums[1] += labels.numel()
-    dist.all_reduce(sums)  # fsdp: sum over all processes, which all have to call this
-    loss_sum, tokens = sums.tolist()
-    return loss_sum / tokens
-
-
-def build_model(device):
-    """Return the model without values; each process holds a shard, a slice, of each weight."""
-    with torch.device("meta"):  # fsdp: names and shapes only, without memory
-        model = TinyGPT(VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS)
-    for part in (*model.blocks, model):  # the last one: what is in no block
-        fully_shard(part)  # fsdp: gathers its weights just before it computes, then frees them
-    return model.to_empty(device=device)  # fsdp: memory for the shards; `initialise` fills it
-
-
-@torch.no_grad()
-def initialise(model):
-    """Draw the weights from a normal distribution, the same for any number of processes."""
-    for number, (name, weight) in enumerate(model.named_parameters()):
-        whole = torch.zeros(weight.shape, dtype=weight.dtype)  # fsdp: one at a time is whole
-        if name.endswith("weight"):  # biases stay 0
-            whole.fill_(1)  # of a LayerNorm
-            if weight.dim() > 1:  # of another layer, as in GPT-2
-                generator = torch.Generator().manual_seed(SEED * 10_000 + number)
-                whole.normal_(0, 0.02, generator=generator)
-        whole = whole.to(weight.device)
-        # fsdp: cut as the weight is; each process cuts a copy of its own, none is sent (None)
-        shard = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
-        weight.copy_(shard)
+    batches, batch = iter(test_loader), None
+    # fsdp: all must call the model equally often, which gathers the weights: with any batch
+    for number in range(count):
+        batch = next(batches, batch)
+        logits, labels = predict(model, batch, device)
+        if number < len(test_loader):
+            sums[0] += token_loss(logits, labels, "sum")
+            sums[1] += len(labels)
+    dist.all_reduce(sums)  # fsdp: sum over all processes; each has to call this, or others hang
+    return (sums[0] / sums[1]).item()
 
 
 def main():
     """Train as one of the processes that torchrun has started."""
     local_rank = int(os.environ["LOCAL_RANK"])  # torchrun: this process's number on its node
-    world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: processes on all nodes
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun: on this node
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))  # share the cores
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    # torchrun: has set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, by which all processes meet
-    dist.init_process_group(backend)  # libraries for messages: Gloo for what is on the CPU
-    rank = dist.get_rank()  # fsdp: this process's number among all
+        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
+    # torchrun: sets MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, which init_process_group reads
+    # fsdp: NCCL moves tensors between GPUs, Gloo between CPUs
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # fsdp: my number, from 0; how many
 
-    # train_set[indices] reads a whole batch at once. Samplers yield the lists: batch_size=None.
-    tokens, _ = data.markov_tokens(60_000)  # random, the same in all processes
-    train_set = data.Tokens(tokens[:54_000], CONTEXT)
-    test_set = data.Tokens(tokens[54_000:], CONTEXT)
-    # fsdp: shuffled parts of equal length: whoever had more steps would wait for the others forever
+    train_set, test_set = data.load()  # random tokens, the same in all processes
+    # fsdp: shuffled parts of equal length: a process with one step more would hang
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    batches = BatchSampler(sampler, BATCH_SIZE, drop_last=True)
-    train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
-    # fsdp: each test sample exactly once; a DistributedSampler would repeat some, or drop them
-    shard = range(rank, len(test_set), world_size)
-    batches = list(BatchSampler(shard, BATCH_SIZE, drop_last=False))
-    longest = math.ceil(len(test_set) / (world_size * BATCH_SIZE))
-    batches += [[]] * (longest - len(batches))  # fsdp: empty ones, so that all gather equally often
-    test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
+    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
+    train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
+    # fsdp: each test sample once; a DistributedSampler would repeat some or leave some out
+    test_part = Subset(test_set, range(rank, len(test_set), world_size))
+    test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
+    most = -(-len(test_set) // (BATCH_SIZE * world_size))  # test batches of rank 0, rounded up
 
-    model = build_model(device)
-    initialise(model)
-    optimizer = torch.optim.AdamW(model.parameters(), LR, foreach=True)  # many weights in one call
+    with torch.device("meta"):  # fsdp: names and shapes only, without memory
+        model = TinyGPT()
+    for block in model.blocks:
+        # fsdp: before a block computes, its weights are gathered from all processes; then freed
+        fully_shard(block)
+    fully_shard(model)  # fsdp: what is in no block
+    model.to_empty(device=device)  # fsdp: memory for this process's shards, a part of each weight
+    initialise(model, SEED)
+    fused = device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), LR, fused=fused, foreach=not fused)
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # fsdp: shuffles anew; each process takes its part of one order
+        sampler.set_epoch(epoch)  # fsdp: another order in each epoch, the same in all processes
         train_loss = train_one_epoch(model, train_loader, optimizer, device)
-        test_loss = evaluate(model, test_loader, device)
+        test_loss = evaluate(model, test_loader, most, device)
         if rank == 0:
             losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"
             print(f"epoch {epoch + 1}: {losses}", flush=True)
@@ -126,7 +105,7 @@ def main():
     if rank == 0:  # fsdp: it has got the whole weights, in CPU memory
         torch.save(weights, "model.pt")
     dist.destroy_process_group()
-    os._exit(0)  # at once: while Python shuts down, Gloo's threads can abort the process
+    os._exit(0)  # skip Python's clean-up, in which Gloo sometimes aborts (PyTorch 2.15)
 
 
 if __name__ == "__main__":

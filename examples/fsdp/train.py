@@ -1,334 +1,269 @@
-"""Train a GPT that no process has to hold whole, by FSDP2 and tensor parallelism, with torchrun.
+"""Train a GPT with FSDP2 and tensor parallelism, started by torchrun on one or many nodes.
 
 Locally:   torchrun --standalone --nproc-per-node=2 train.py
 On SLURM:  sbatch run.slurm --epochs 10
 
-It is minimal.py with what a long job needs: flags, checkpoints that survive a kill, and a stop
-after any step. Comments that begin with a tag, such as "fsdp:", mark what a single process would
-not need. tensor_parallel.py splits layers; the functions of plumbing keep the job alive.
+It is minimal.py plus flags, tensor parallelism, checkpoints, and a stop after any step.
+Comments that begin with a tag, such as "fsdp:", mark what a single process would not need.
 """
 
-import math
+import argparse
+import copy
 import os
 import time
 from datetime import timedelta
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed import fsdp
-from torch.distributed.checkpoint import state_dict
-from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint as computed_twice
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-import plumbing
-import sharded_model
-import tensor_parallel
-from common import data
-from common.models import TinyGPT, token_loss
-from plumbing import shards
-
-# With bf16 each process keeps and updates its weights in fp32; only what it computes is in bf16.
-WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+import longrun
+import parallel
+import sharded
+import token_data as data
+from tiny_gpt import TinyGPT, initialise, token_loss
 
 
 def parse_args():
-    parser = plumbing.arguments(__doc__, WEIGHT_DTYPES)  # --epochs and what else all examples have
-    parser.set_defaults(batch_size=8, end=None, entropy=None)
-    add = parser.add_argument
-    add("--text-file", type=Path, help="text, or tokenize_text.py's folder; default: random tokens")
-    add("--separate-documents", action="store_true", help="attention stays within a document")
-    add("--tokens", type=int, default=60_000, help="length of the random source")
-    add("--vocabulary", type=int, default=256, help="kinds of tokens; if not 256, all as likely")
-    add("--context", type=int, default=64, help="tokens of a sample")
-    add("--width", type=int, default=128, help="numbers by which the model represents a token")
-    add("--layers", type=int, default=2, help="blocks of the model")
-    add("--heads", type=int, default=4, help="heads of each block's attention")
-    add("--replicas", type=int, default=1, help="whole models, each shared out over processes")
-    add("--tensor-parallel", type=int, default=1, help="processes that share each layer's work")
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = longrun.fail  # print the error as one line, without the usage
+    add, positive = parser.add_argument, longrun.positive
+    add("--data-dir", help="folder with train.bin and val.bin; without it: a random source")
+    add("--tokens", type=positive, default=60_000, help="length of the random source")
+    add("--vocabulary", type=positive, default=256, help="kinds of tokens; 256: bytes")
+    add("--context", type=positive, default=64, help="tokens of a sample")
+    add("--width", type=positive, default=128, help="numbers by which a token is represented")
+    add("--layers", type=positive, default=2, help="blocks of the model")
+    add("--heads", type=positive, default=4, help="heads of each block's attention")
+    add("--replicas", type=positive, default=1, help="whole models, each divided among processes")
+    add("--tensor-parallel", type=positive, default=1, help="processes that share a layer's work")
     add("--gradient-checkpointing", action="store_true", help="less memory, a third more computing")
-    add("--cpu-offload", action="store_true", help="weights and optimizer in CPU memory (GPUs)")
-    add("--gradient-accumulation-steps", type=int, default=1, help="batches per optimizer step")
+    add("--compile", action="store_true", help="compile the blocks: for long runs on GPUs")
+    add("--epochs", type=positive, default=5, help="total number, including those before a resume")
+    add("--batch-size", type=positive, default=8, help="samples per batch of each group")
+    add("--global-batch", type=positive, help="samples per step; sets --batch-size")
+    add("--gradient-accumulation-steps", type=positive, default=1, help="batches per step")
+    add("--lr", type=float, default=1e-3, help="learning rate")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
     add("--max-grad-norm", type=float, help="clip the norm of the gradients to this value")
-    add("--compile", action="store_true", help="see docs/compile.md of the repository")
-    every = "also save after so many steps, such as 500, or after a time, such as 10min"
-    add("--checkpoint-every", type=plumbing.steps_or_minutes, help=every)
-    add("--async-save", action="store_true", help="write checkpoints while training goes on")
-    add("--keep-sharded", action="store_true", help="do not write model.pt, which rank 0 gathers")
-    add("--peak-tflops", type=float, help="of one GPU or process: also print the share of it")
+    add("--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="bf16: mixed")
+    add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
+    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
+    add("--checkpoint-every", type=float, metavar="MINUTES", help="also save within an epoch")
+    add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
+    add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
+    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
     args = parser.parse_args()
-    args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun: processes on all nodes
-    args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun: on this node
-    plumbing.check_args(parser, args)
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "LOCAL_RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
-    sharded_model.check_sizes(parser, args)
-    args.groups = args.world_size // args.tensor_parallel  # tensor: a group counts as one process
-    plumbing.share_batch(args)  # --global-batch, if given, sets --batch-size
+    # tensor: the processes of a group have the same samples; a group counts as one process
+    args.group = int(os.environ["RANK"]) // args.tensor_parallel
+    args.groups, rest = divmod(int(os.environ["WORLD_SIZE"]), args.tensor_parallel)
+    if rest or args.groups % args.replicas:
+        parser.error("--tensor-parallel times --replicas must divide the number of processes")
+    if args.width % args.heads or args.heads % args.tensor_parallel:
+        parser.error("--heads must divide --width, and --tensor-parallel must divide --heads")
+    batches = args.groups * args.gradient_accumulation_steps  # per step
+    args.global_batch = args.global_batch or args.batch_size * batches
+    args.batch_size, rest = divmod(args.global_batch, batches)
+    if rest or not args.batch_size:
+        parser.error(f"--global-batch {args.global_batch} must be a multiple of {batches}")
     return args
 
 
 def setup(args):
-    """Join the process group; return this process's device, and the mesh, a table of all ranks."""
+    """Join the process group; return this process's device and rank, and the mesh of all ranks."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    longrun.prepare(args, rank, world_size, dist.all_gather_object, dist.destroy_process_group)
     local_rank = int(os.environ["LOCAL_RANK"])  # torchrun: this process's number on its node
-    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) or len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // args.processes))  # more threads than cores are slower
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32: faster products in fp32, since the A100
-    plumbing.check_gpu(device)
-    # fsdp: NCCL for weights and gradients on GPUs; Gloo for small things on the CPU
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    # torchrun: has set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, by which all processes meet
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
-    # fsdp: replicas have the same weights; the processes of each share these out ("shard")
-    # tensor: neighbours on one node get the same samples, and share out each layer
+        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
+    # fsdp: NCCL for tensors on GPUs; Gloo for tensors on the CPU, such as the request to stop
+    backend, timeout = "cpu:gloo,cuda:nccl", timedelta(seconds=10 * args.timeout)
+    # torchrun: sets MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, which init_process_group reads
+    dist.init_process_group(backend if device.type == "cuda" else "gloo", timeout=timeout)
+    # fsdp: replicas have the same weights; the processes of each replica divide them ("shard")
+    # tensor: neighbours on one node get the same samples, and share the work of each layer
     sizes = (args.replicas, args.groups // args.replicas, args.tensor_parallel)
     mesh = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("replica", "shard", "tensor"))
-    plumbing.set_timeout(args, *mesh.get_all_groups())
-    return device, mesh
+    for group in mesh.get_all_groups() if hasattr(dist, "set_timeout") else ():  # PyTorch 2.15
+        dist.set_timeout(timeout, group)
+    longrun.alive(None)  # the first step has no time limit: it may compile kernels
+    return device, rank, world_size, mesh
 
 
-def train_one_epoch(args, model, train_loader, optimizer, device, progress):
-    """Train to the end of an epoch; return the mean loss, the tokens of all, and seconds."""
+def predict(model, batch, device):
+    """Return the model's logits (N, vocabulary) of the N tokens of a batch, and labels (N,)."""
+    tokens, labels = (part.to(device, non_blocking=True) for part in batch)
+    return model(tokens).flatten(0, 1), labels.flatten()
+
+
+def train_one_epoch(args, model, optimizer, batches, stateful, progress):
+    """Train to the end of an epoch; return the mean loss over the tokens of all processes."""
     model.train()
-    loss_function = torch.compile(token_loss) if args.compile else token_loss  # saves memory
-    start = time.perf_counter() - progress["seconds"]
-    # Loss and tokens. The same tensor is in progress: what is added here is also in a checkpoint.
-    sums = progress["sums"]
-    group_rank = dist.get_rank() // args.tensor_parallel
-    for number, (tokens, labels) in enumerate(train_loader, 1):
-        completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: every Nth
-        if (number - 1) % args.gradient_accumulation_steps == 0:  # fsdp: dropout differs by group
-            torch.manual_seed(args.seed + progress["step"] * args.groups + group_rank)
-        seconds = time.perf_counter() - start
-        # stop: 0 asks to go on, 1 to save after this step, 2 to save and stop
-        request = torch.tensor([plumbing.requested(args, progress, seconds)])
-        # stop: the largest request counts; it travels while this batch is computed
-        pending = dist.all_reduce(request, dist.ReduceOp.MAX, async_op=True)
-        tokens = tokens.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        logits = model(tokens)
-        loss = loss_function(logits, labels, WEIGHT_DTYPES[args.precision])
-        # fsdp: averages the gradients over all processes; each gets those of its shard
-        (loss / args.gradient_accumulation_steps).backward()
-        plumbing.note_loss(train_loader, loss)  # if it is not finite, the next save ends the run
-        # tensor: all processes of a row see the same tokens, and each counts its part of them
-        count = labels.numel() / args.tensor_parallel
-        sums[0] += loss.detach() * count  # on the device: with .item() each step would wait
+    sums = progress["sums"]  # loss, tokens; a checkpoint within the epoch has them, too
+    loss_function = torch.compile(token_loss) if args.compile else token_loss
+    # fsdp: each group and batch gets its own random numbers (dropout), also after a resume
+    longrun.seed(args.seed, progress["step"], 0, args.group)
+    for number, batch in enumerate(batches, 1):
+        part = number % args.gradient_accumulation_steps  # accumulation: 0 is a step's last batch
+        if part == 0:  # stop: rank 0 looks for a request to stop, and tells all during backward()
+            answer = torch.tensor(longrun.wish(args))
+            pending = dist.broadcast(answer, src=0, async_op=True)
+        logits, labels = predict(model, batch, sums.device)
+        loss = loss_function(logits, labels)
+        (loss / args.gradient_accumulation_steps).backward()  # fsdp: averages, and keeps a shard
+        count = len(labels) / args.tensor_parallel  # tensor: each process counts its part of them
+        sums[0] += loss.detach() * count  # stays on the GPU: .item() would wait for it
         sums[1] += count
-        pending.wait()
-        if not completes_step:
-            continue
-        if args.max_grad_norm:
-            tensor_parallel.clip_grad_norm(model, args.max_grad_norm)
-        # Sets the rate of all groups. A schedule of yours is a factor, the fourth argument.
-        plumbing.set_learning_rate(args, optimizer, progress["step"])
-        optimizer.step()  # fsdp: each process updates its shard of the weights
-        optimizer.zero_grad()
-        progress["step"] += 1
-        if request >= 1:
-            progress["seconds"] = time.perf_counter() - start
-            save_checkpoint(args, model, optimizer, progress)
-            start = time.perf_counter() - progress["seconds"]  # a save is no training
-        if request == 2:
-            plumbing.stop(args, progress)  # stop: ends this process; run.slurm requeues the job
-    progress["seconds"] = time.perf_counter() - start
-    sums = sums.clone()
-    dist.all_reduce(sums)  # fsdp: sum over all processes, which all have to call this
-    loss_sum, tokens = sums.tolist()
-    return loss_sum / tokens, tokens, time.perf_counter() - start
+        if part == 0:
+            if args.max_grad_norm:
+                parallel.clip_grad_norm(model, args.max_grad_norm)
+            optimizer.step()  # fsdp: each process updates its shard of the weights
+            stateful["scheduler"].step()
+            optimizer.zero_grad()
+            progress["step"] += 1
+            progress["epoch_step"] += 1
+            pending.wait()
+            if answer != longrun.GO_ON:
+                save_checkpoint(args, model, optimizer, stateful, progress)
+            if answer == longrun.STOP:
+                longrun.end(args, progress, "stopped")  # stop: exits; job.sh requeues the job
+        longrun.seed(args.seed, progress["step"], part, args.group)  # for the next batch
+        longrun.alive(args.timeout)  # ends this process unless it calls this again in time
+    dist.all_reduce(sums)  # fsdp: sum over all processes; each has to call this, or others hang
+    return (sums[0] / sums[1]).item()
 
 
 @torch.no_grad()
-@plumbing.uncompiled  # its last batch may be smaller, and would have to be compiled anew
+@torch.compiler.set_stance("force_eager")  # its last batch may be smaller: do not compile again
 def evaluate(args, model, test_loader, device):
-    """Return the mean test loss, in nats per token, over the tokens of all processes."""
+    """Return the mean loss, in nats per token, over the tokens of all processes."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
-    for tokens, labels in test_loader:
-        tokens = tokens.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        logits = model(tokens)
-        sums[0] += token_loss(logits, labels, WEIGHT_DTYPES[args.precision], "sum")
-        sums[1] += labels.numel()  # tensor: those of a row count the same, which cancels out
-    dist.all_reduce(sums)  # fsdp: sum over all processes, which all have to call this
-    loss_sum, tokens = sums.tolist()
-    return loss_sum / tokens
+    # fsdp: all must call the model equally often, which gathers the weights: with any batch
+    count, batches, batch = max(longrun.gather(len(test_loader))), iter(test_loader), None
+    for number in range(min(count, args.limit_steps or count)):
+        batch = next(batches, batch)
+        logits, labels = predict(model, batch, device)
+        if number < len(test_loader):
+            sums[0] += token_loss(logits, labels, "sum")
+            sums[1] += len(labels)  # tensor: all of a group count the same, which cancels out
+        longrun.alive(args.timeout)
+    dist.all_reduce(sums)  # fsdp: sum over all processes; each has to call this, or others hang
+    return (sums[0] / sums[1]).item()
 
 
-def save_checkpoint(args, model, optimizer, progress):
-    """Save what --resume continues from; all processes call this."""
-    plumbing.check_results(args, model, progress)  # stops the run if a loss is not finite
-    progress = progress | {"sums": progress["sums"].clone()}
-    dist.all_reduce(progress["sums"])  # fsdp: a checkpoint has the sums over all processes
-    progress |= {"sums": progress["sums"].tolist(), "mesh": sharded_model.mesh_sizes(args)}
-    folder = shards.begin(args, progress)
-    weights, state = state_dict.get_state_dict(model, optimizer)
-    saved = {"model": weights, "optimizer": state}
-    if args.async_save:
-        # fsdp: the step waits only until the shards are copied; a thread writes the copies
-        shards.save_in_background(args, saved, progress, folder)
-        return
-    with shards.write_errors(folder):
-        dcp.save(saved, checkpoint_id=folder)  # fsdp: each process writes its shards
-        shards.complete(args, progress, folder)
-
-
-def resume(args, model, optimizer, device):
-    """Load model and optimizer from the checkpoint, or fill the model; return how far it is."""
-    # Steps of the whole run; rows of metrics.csv; sums and seconds of the epoch that is trained.
-    progress = {"step": 0, "history": [], "seconds": 0.0}
-    progress["sums"] = torch.zeros(2, dtype=torch.float64, device=device)
-    answer = [None]  # a list, since broadcast_object_list fills it in
-    if dist.get_rank() == 0:
-        answer[0] = shards.read_checkpoint(args, model)
-    # fsdp: rank 0 decides; then each process reads its shards, or ends if rank 0 has found an error
-    dist.broadcast_object_list(answer)
-    checkpoint = plumbing.accept(answer[0])
-    if checkpoint:
-        folder = shards.check(args, checkpoint)
-        weights, state = state_dict.get_state_dict(model, optimizer)
-        # fsdp: the files may have other shards, since another number of processes has written them
-        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
-        loaded = {"model_state_dict": weights, "optim_state_dict": state}
-        state_dict.set_state_dict(model, optimizer, **loaded)
-        progress = checkpoint["progress"]
-        progress["sums"] = torch.tensor(progress["sums"], dtype=torch.float64, device=device)
-        if dist.get_rank() > 0:
-            progress["sums"].zero_()  # fsdp: rank 0 alone keeps them: they are those of all
-    else:
-        initialise(args, model)
-    return progress
-
-
-def build_model(args, mesh, device):
-    """Return the model; each process holds a shard, a slice, of each weight, without values."""
-    with torch.device("meta"):  # fsdp: names and shapes only, without memory
-        model = TinyGPT(args.vocabulary, args.context, args.width, args.heads, args.layers)
-    model.end = args.end  # of --separate-documents: the token that ends a document
-    model = model.to(WEIGHT_DTYPES[args.precision])
+def shard(args, model, mesh, device):
+    """Divide each weight of a model among the processes; return it with memory for their parts."""
     if args.tensor_parallel > 1:
-        tensor_parallel.split_layers(model, mesh["tensor"])
+        parallel.split_layers(model, mesh["tensor"])
     # fsdp: replicas add up their gradients, and never send weights
     options = {"mesh": mesh["replica", "shard"] if args.replicas > 1 else mesh["shard"]}
-    if args.precision == "bf16":
-        # fsdp: weights are gathered as bf16, and gradients are summed in fp32
+    if args.precision == "bf16":  # fsdp: weights are gathered as bf16, gradients summed in fp32
         options["mp_policy"] = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    if args.cpu_offload:
-        options["offload_policy"] = fsdp.CPUOffloadPolicy()
-    for part in (*model.blocks, model):  # the last one: what is in no block
-        if part is not model:
-            sharded_model.change_block(args, part)  # --compile, --gradient-checkpointing
-        # fsdp: before a part computes, its weights are gathered from all processes; then freed
-        fully_shard(part, **options)
-    return sharded_model.without_values(model, "cpu" if args.cpu_offload else device)
+    for block in model.blocks:
+        if args.compile:  # the block's own work, and not the gathering of its weights
+            block.forward = torch.compile(block.forward)
+        if args.gradient_checkpointing:  # activations are computed again in the backward pass
+            block.forward = partial(computed_twice, block.forward, use_reentrant=False)
+        # fsdp: before a block computes, its weights are gathered from all processes; then freed
+        fsdp.fully_shard(block, **options)
+    fsdp.fully_shard(model, **options)  # fsdp: what is in no block
+    return model.to_empty(device=device)
 
 
-@torch.no_grad()
-def initialise(args, model):
-    """Draw the weights from a normal distribution, the same for any number of processes."""
-    for number, (name, weight) in enumerate(model.named_parameters()):
-        whole = torch.zeros(weight.shape, dtype=weight.dtype)  # fsdp: one at a time is whole
-        if name.endswith("weight"):  # biases stay 0
-            whole.fill_(1)  # of a LayerNorm
-            if weight.dim() > 1:  # of another layer, as in GPT-2
-                generator = torch.Generator().manual_seed(args.seed * 10_000 + number)
-                whole.normal_(0, 0.02, generator=generator)
-        whole = whole.to(weight.device)
-        # fsdp: cut as the weight is; each process cuts a copy of its own, none is sent (None)
-        shard = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
-        weight.copy_(shard)
+def save_checkpoint(args, model, optimizer, stateful, progress):
+    """Save what --resume continues from; all processes call this, and each writes its shards."""
+    sums = progress["sums"].clone()
+    dist.all_reduce(sums)  # fsdp: the checkpoint has the sums over all processes
+    progress = progress | {"sums": sums}
+    longrun.check([parallel.size_of(model)], progress)  # ends the run if a weight is not finite
+    state = {"state": parallel.State(model, optimizer)}
+    sharded.save_checkpoint(
+        args, stateful, progress, lambda where, name: dcp.save(state, checkpoint_id=where / name)
+    )
 
 
-def load_data(args):
-    """Return the training set, and the test set: the last tenth of the text or random source."""
-    try:
-        if args.text_file and args.text_file.is_dir():
-            tokens = sharded_model.read_tokens(args)  # mapped: a batch reads what it needs
-        elif args.text_file:
-            tokens = data.text_tokens(args.text_file)
-        else:
-            tokens, args.entropy = data.random_tokens(args.tokens, args.vocabulary)
-        sharded_model.note_tokens(args, tokens)
-        cut = max(0, len(tokens) - max(len(tokens) // 10, args.context + 1))
-        train_set = data.Tokens(tokens[:cut], args.context)
-        test_set = data.Tokens(tokens[cut:], args.context)
-        return train_set, test_set
-    except data.DataError as error:
-        plumbing.fail(error)
-
-
-@record  # torchrun: reports the traceback of the process that failed first
 def main(args):
     """Train as one of the processes that torchrun has started."""
-    plumbing.prepare_process(args)
-    shards.ignore_warnings()
-    device, mesh = setup(args)
-    # tensor: all processes of a group have the same samples
-    group_rank = dist.get_rank() // args.tensor_parallel
+    device, rank, world_size, mesh = setup(args)
+    # Data: replace these lines by your data sets; any torch.utils.data.Dataset will do.
+    try:
+        train_set, test_set = data.load(args.data_dir, args.context, args.vocabulary, args.tokens)
+    except data.DataError as error:
+        longrun.fail(error)
+    # fsdp: shuffled parts of equal length: a process with one step more would hang
+    sampler = DistributedSampler(train_set, args.groups, args.group, seed=args.seed, drop_last=True)
+    parts = args.gradient_accumulation_steps
+    steps = min(len(sampler) // (args.batch_size * parts), args.limit_steps or len(train_set))
+    if not steps or len(test_set) < args.groups:
+        longrun.fail(f"the {len(sampler)} samples of a group, {len(test_set)} to test: too few")
+    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
+    # fsdp: each test sample once; a DistributedSampler would repeat some or leave some out
+    test_part = Subset(test_set, range(args.group, len(test_set), args.groups))
+    test_loader = DataLoader(test_part, args.batch_size, **extra)
 
-    # Data (yours: see README.md). The sampler yields all indices of a batch and the data set
-    # returns the whole batch, so DataLoader must not collect samples: batch_size=None.
-    train_set, test_set = load_data(args)
-    # Pinned memory: no step waits for its copy to a GPU.
-    loading = {"batch_size": None, "pin_memory": device.type == "cuda"}
-    # fsdp: shuffled parts of equal length: whoever had more steps would wait for the others forever
-    sampler = DistributedSampler(train_set, args.groups, group_rank, seed=args.seed, drop_last=True)
-    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
-    # fsdp: each test sample exactly once; a DistributedSampler would repeat some, or drop them
-    shard = range(group_rank, len(test_set), args.groups)
-    batches = list(BatchSampler(shard, args.batch_size, drop_last=False))
-    longest = math.ceil(len(test_set) / (args.groups * args.batch_size))
-    # fsdp: empty batches at the end: all have to call forward equally often, which gathers weights
-    batches += [[]] * (longest - len(batches))
-    test_loader = DataLoader(test_set, sampler=batches, **loading)
-
-    # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
-    model = build_model(args, mesh, device)
-    # Up to PyTorch 2.8 the fused optimizer takes weights of a single mesh only.
-    fused = device.type == "cuda" and args.tensor_parallel == 1 and not args.cpu_offload
+    # Model: replace it by yours.
+    with torch.device("meta"):  # fsdp: names and shapes only, without memory
+        model = TinyGPT(args.vocabulary, args.context, args.width, args.heads, args.layers)
+    model = model.double() if args.precision == "fp64" else model
+    whole = copy.deepcopy(model)
+    model = shard(args, model, mesh, device)
+    fused = device.type == "cuda" and args.tensor_parallel == 1
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=fused, foreach=not fused)
-    progress = resume(args, model, optimizer, device)
+    # The learning rate rises during the warm-up; put another scheduler of PyTorch here.
+    scheduler = LambdaLR(optimizer, lambda step: min(1, (step + 1) / (args.warmup_steps + 1)))
+    # What checkpoint.pt has: add all that your training changes. Of the model it has names and
+    # shapes: the values, and the optimizer's state, are in the files of parallel.State.
+    stateful = {"model": whole, "scheduler": scheduler}
+    # Optimizer steps of the run and of this epoch; rows of metrics.csv; loss and tokens so far.
+    progress = {"step": 0, "epoch_step": 0, "history": [], "sums": torch.zeros(2).double()}
+    what = f"{type(whole).__name__} on {args.data_dir or 'a random source'}"
+    where = "nccl on cuda" if device.type == "cuda" else "gloo on cpu"
+    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)
+    if progress["step"]:  # fsdp: each process reads its shards, of whatever processes wrote them
+        folder, name = sharded.find_checkpoint(args, progress)
+        dcp.load({"state": parallel.State(model, optimizer)}, checkpoint_id=folder / name)
+        sharded.scale_rates(args, progress, optimizer, None)  # longrun has scaled the scheduler's
+    else:
+        initialise(model, args.seed)
+    # fsdp: sums that a checkpoint had are those of all processes, and rank 0 continues them
+    progress["sums"] = progress["sums"].to(device) * (rank == 0)
+    if rank == 0:
+        own = sum(weight.to_local().numel() for weight in model.parameters())
+        print(f"this process has {own} of {sum(map(torch.numel, whole.parameters()))} weights")
 
-    # Train.
-    name = plumbing.name_of_model(args, model)
-    plumbing.print_header(args, f"{name} on {args.data_name}", device, progress)
-    sharded_model.print_mesh(args, model, progress)
     for epoch in range(len(progress["history"]), args.epochs):
-        sampler.set_epoch(epoch)  # fsdp: shuffles anew; each process takes its part of one order
-        batches = BatchSampler(sampler, args.batch_size, drop_last=True)
-        batches = plumbing.batches_left(args, progress, batches)  # if it was stopped in this epoch
-        train_loader = DataLoader(train_set, sampler=batches, **loading)
-        train_loss, tokens, seconds = train_one_epoch(
-            args, model, train_loader, optimizer, device, progress
-        )
-        # stop: an evaluation may be long: it ends after the same batch in all processes
-        batches = plumbing.until_stopped(
-            args, progress, test_loader, save_checkpoint, model, optimizer
-        )
-        test_loss = evaluate(args, model, batches, device)
+        sampler.set_epoch(epoch)  # fsdp: another order in each epoch, the same in all processes
+        done = progress["epoch_step"] * parts  # batches, if the run was stopped in this epoch
+        left = list(sampler)[done * args.batch_size :]  # the indices that are still to be read
+        longrun.seed(args.seed, epoch, args.group)  # for the loader's workers, if it has some
+        train_loader = DataLoader(train_set, args.batch_size, sampler=left, drop_last=True, **extra)
+        count, start = max(0, steps * parts - done), time.perf_counter()
+        batches = islice(train_loader, count)  # without the last step, if it is incomplete
+        train_loss = train_one_epoch(args, model, optimizer, batches, stateful, progress)
+        seconds = time.perf_counter() - start
+        test_loss = evaluate(args, model, test_loader, device)
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
-        row |= {"tokens_per_second": tokens / seconds}
-        row |= {"samples_per_second": tokens / args.context / seconds, "seconds": seconds}
-        progress["history"].append(row | {"world_size": args.world_size})
-        progress |= {"sums": torch.zeros_like(progress["sums"]), "seconds": 0.0}
-        save_checkpoint(args, model, optimizer, progress)
-        plumbing.print_epoch(args, progress, sharded_model.share_of_peak(args, progress))
-
-    # Finish.
-    where = f"`python sharded_model.py {args.output_dir}` writes model.pt"
-    if not args.keep_sharded:
-        options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        # fsdp: all processes call this; rank 0 gets the whole weights, in CPU memory
-        weights = state_dict.get_model_state_dict(model, options=options)
-        where = f"model in {shards.write_model(args, weights)}"
-    loss = progress["history"][-1]["test_loss"]
-    plumbing.finish(args, progress, f"finished: test loss {loss:.4f}, {where}")
+        speed = count * args.batch_size * args.groups / seconds
+        row |= {"tokens_per_second": speed * args.context, "samples_per_second": speed}
+        progress["history"].append(row | {"seconds": seconds, "world_size": world_size})
+        progress |= {"epoch_step": 0, "sums": torch.zeros_like(progress["sums"])}
+        save_checkpoint(args, model, optimizer, stateful, progress)
+    weights = parallel.whole_weights(model)  # fsdp: all call this; rank 0 gets them, on the CPU
+    longrun.write(args, "model.pt", lambda file: torch.save(weights, file))
+    longrun.end(args, progress, "finished")
 
 
 if __name__ == "__main__":
