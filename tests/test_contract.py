@@ -286,7 +286,7 @@ def test_checkpoint_of_another_model_or_data(example: str, finished: Path) -> No
     assert content(finished / "output") == before
 
 
-@pytest.mark.only("deepspeed", "lightning")
+@pytest.mark.only("deepspeed", "lightning", "horovod_cpu")
 def test_rows_of_verify(example: str, folder: Path) -> None:
     """Three rows of verify find nothing; tests/test_faults.py has all rows, for ddp_spawn and torchrun_multinode."""
     rows = ["samples", "weights", "checkpoint"]

@@ -283,7 +283,7 @@ def wish(args):
 
 def end(args, progress, how):
     """Note in run.json that this run is "finished" or "stopped", print it, and end this process."""
-    message = f"finished: the model is in {args.output_dir / 'model.pt'}"
+    message = f"finished: the model is in {max(args.output_dir.glob('model.*'), default='')}"
     if how == "stopped":
         epochs, step = len(progress["history"]), progress.get("epoch_step")
         where = f"step {step} of epoch {epochs + 1}" if step else f"epoch {epochs}"
