@@ -25,13 +25,6 @@ def gather(values, value):
     values[:] = hvd.allgather_object(value, name="gather")  # horovod: all have to use one name
 
 
-def describe(args, variables, data_sets):
-    """Return what must be the same when a run is resumed."""
-    shapes = zlib.crc32(repr([tuple(variable.shape) for variable in variables]).encode())
-    run = longrun.describe(args, {}, data_sets)
-    return run | {"a model of": f"{len(variables)} variables (shapes {shapes:08x})"}
-
-
 def find(args, run):
     """Lock the folder and test its checkpoint; return the content or None, and an error or None."""
     path = args.output_dir / NAME
@@ -61,7 +54,9 @@ def find(args, run):
 
 def start(args, name, data_sets, variables, progress):
     """Load the checkpoint, if there is one; print what this run is; return its progress."""
-    progress["run"] = describe(args, variables, data_sets)
+    shapes = zlib.crc32(repr([tuple(variable.shape) for variable in variables]).encode())
+    progress["run"] = longrun.describe(args, {}, data_sets)
+    progress["run"]["a model of"] = f"{len(variables)} variables (shapes {shapes:08x})"
     found, error = find(args, progress["run"]) if hvd.rank() == 0 else (None, None)
     longrun.agree(error)
     # horovod: rank 0 has read the file, and tells all processes
@@ -72,12 +67,12 @@ def start(args, name, data_sets, variables, progress):
     longrun.record(args, "starts", step=progress["step"], hosts=hosts)
     if hvd.rank() == 0:
         nodes, threads = len(set(hosts)), tf.config.threading.get_intra_op_parallelism_threads()
-        where = f"{len(hosts)} processes on {nodes} node{'s' * (nodes > 1)}"
-        where += f", {'mpi' if hvd.mpi_enabled() else 'gloo'} on cpu"
+        backend = "mpi on cpu" if hvd.mpi_enabled() else "gloo on cpu"
+        where = f"{len(hosts)} processes on {nodes} node{'s' * (nodes > 1)}, {backend}"
         each = f"{threads} thread{'s' * (threads > 1)} each, global batch {args.global_batch}"
         print(f"{name} on {args.dataset}: {where}, {each}")
-    if hvd.rank() == 0 and progress["step"]:
-        print(f"continuing after epoch {len(progress['history'])} of {args.epochs}")
+        if found:
+            print(f"continuing after epoch {len(progress['history'])} of {args.epochs}")
     return progress
 
 

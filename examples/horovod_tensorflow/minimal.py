@@ -22,20 +22,16 @@ from common.models import ConvNet
 EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: samples per batch of each process
 
 
-def losses(logits, labels):
-    """Return the cross-entropy of each sample (B,)."""
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-
-
 def make_steps(model, optimizer):
     """Return the functions that train with a batch and evaluate one, compiled to graphs."""
     weights = [variable.value for variable in model.trainable_variables]
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits  # of each sample
 
     @tf.function(reduce_retracing=True)
     def train_step(images, labels):
         """Take a step; return (loss times samples, samples) of this process's batch."""
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(losses(model(images, training=True), labels))
+            loss = tf.reduce_mean(losses(labels, model(images, training=True)))
         tape = hvd.DistributedGradientTape(tape)  # horovod: changes gradient()
         gradients = tape.gradient(loss, weights)  # horovod: averages them over all processes
         optimizer.apply(gradients, model.trainable_variables)
@@ -47,7 +43,7 @@ def make_steps(model, optimizer):
         """Return (sum of the losses, correct predictions, samples) of this process's batch."""
         logits = model(images, training=False)
         correct = tf.argmax(logits, axis=1) == labels
-        sums = [tf.reduce_sum(losses(logits, labels)), tf.math.count_nonzero(correct), len(labels)]
+        sums = [tf.reduce_sum(losses(labels, logits)), tf.math.count_nonzero(correct), len(labels)]
         return tf.stack([tf.cast(value, tf.float64) for value in sums])
 
     return train_step, test_step

@@ -10,9 +10,6 @@ ships: its test part, 8x8 pixels with values from 0 to 16. Here they are in a fi
 """
 
 import argparse
-import gzip
-import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -20,16 +17,6 @@ import numpy as np
 from common.arrays import FOLDERS, DataError, load_arrays
 
 NAMES = ("digits", *FOLDERS, "synthetic")
-DOWNLOADS = {  # addresses, and the MD5 sums of FILES
-    "mnist": "https://ossci-datasets.s3.amazonaws.com/mnist/ f68b3c2dcbeaaa9fbdd348bbdeb94873 "
-    "d53e105ee54ea40749a09fcbcd1e9432 9fb629c4189551a2d022fa330f9573f3 "
-    "ec29112dd5afa0611ce80d1b7f02629c",
-    "fashion_mnist": "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/ "
-    "8d4fb7e6c68d591d4c3dfef9ec88bf0d 25c81989df183df01b3e8a0aad5dffbe "
-    "bef4ecab320f06d8554ea6380940ec79 bb300cfdad3c16e7a12a480ee83cd310",
-}
-FILES = [f"{part}-ubyte" for part in ("train-images-idx3", "train-labels-idx1")]
-FILES += [f"{part}-ubyte" for part in ("t10k-images-idx3", "t10k-labels-idx1")]
 
 
 class Images:
@@ -91,31 +78,22 @@ def synthetic(size, seed):
 
 
 def download(name, data_dir):
-    """Download mnist or fashion_mnist into `data_dir`, and return its folder.
+    """Download mnist or fashion_mnist into a file in `data_dir`, and return its path.
 
-    A failed download leaves nothing behind. Raises DataError if there is no answer, or if a
-    checksum is wrong.
+    Raises DataError if there is no answer, or if a checksum is wrong.
     """
-    from keras.utils import get_file  # imported only here: it takes seconds
+    from keras import datasets  # imported only here: it takes seconds
 
-    folder = Path(data_dir, FOLDERS[name])
-    if folder.exists():
-        load(name, data_dir)  # raises DataError if the files are damaged
-        return folder
-    address, *sums = DOWNLOADS[name].split()
+    path = Path(data_dir, f"{name}.npz")
     try:
-        os.makedirs(data_dir, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=data_dir, prefix=".download-") as temporary:
-            raw = Path(temporary, FOLDERS[name], "raw")
-            raw.mkdir(parents=True)
-            for file, md5 in zip(FILES, sums, strict=True):
-                source = f"{address}{file}.gz"
-                packed = get_file(f"{file}.gz", source, file_hash=md5, cache_dir=temporary)
-                (raw / file).write_bytes(gzip.decompress(Path(packed).read_bytes()))
-            os.replace(raw.parent, folder)
-    except Exception as error:  # get_file raises a plain one, or ValueError for a wrong checksum
+        (x_train, y_train), (x_test, y_test) = getattr(datasets, name).load_data()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{name}.part.npz")  # the file is whole or not there at all
+        np.savez(part, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
+        part.replace(path)
+    except Exception as error:  # Keras raises a plain one, or ValueError for a wrong checksum
         raise DataError(f"{name} was not downloaded: {' '.join(str(error).split())}") from error
-    return folder
+    return path
 
 
 def main():
