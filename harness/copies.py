@@ -27,8 +27,10 @@ def has_new_form(folder: Path) -> bool:
 def framework(folder: Path, name: str) -> str:
     """Return what an example's copy of a file depends on: the package that its models come from.
 
-    container.def depends on what its environment is installed with instead.
+    container.def depends on what its environment is installed with instead; install.sh is one for all.
     """
+    if name == "install.sh":
+        return "all"
     if name == "container.def":
         return "install.sh" if (folder / "install.sh").exists() else "pip"
     packages = (folder / "requirements.txt").read_text()
@@ -48,7 +50,9 @@ def trees(root: Path, folder: Path) -> dict[str, dict[str, Path]]:
     if has_new_form(folder):
         if not (folder / "common").exists():  # fsdp, which trains on tokens
             return {}
-        return {"common": {name: root / "common" / name for name in files(root / "common")}}
+        own = ("data.py", "models.py") if framework(folder, "common") == "tensorflow" else ()  # ours need PyTorch
+        source = {name: (folder if name in own else root) / "common" / name for name in files(root / "common")}
+        return {"common": source}
     old = {name: root / "plumbing" / name for name in files(root / "plumbing") if not name.startswith("common/")}
     common = root / "plumbing" / "common"
     return {"plumbing": old, "common": {name: common / name for name in files(common)}}
@@ -90,10 +94,12 @@ def fix(root: Path) -> None:
     """Copy into each example what it has to carry, again."""
     for folder in examples(root):
         for tree, wanted in trees(root, folder).items():
-            shutil.rmtree(folder / tree, ignore_errors=True)
+            for name in files(folder / tree) - wanted.keys():
+                (folder / tree / name).unlink()
             for name, source in wanted.items():
                 (folder / tree / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(source, folder / tree / name)
+                if source != folder / tree / name:
+                    shutil.copy(source, folder / tree / name)
     for path, source in sources(root):
         if path != source:
             shutil.copy(source, path)

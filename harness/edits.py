@@ -26,7 +26,7 @@ def end_after_handing_over(folder: Path) -> None:
 def plant(folder: Path, lines: str) -> None:
     """Put lines of Python where an example's ConvNet begins to compute; in TensorFlow, where its graph is made."""
     path, first = folder / "common" / "models.py", "        x = F.relu(self.conv1(images))"
-    if (folder / "numpy_data.py").exists():
+    if (folder / "checkpoint.py").exists():
         path, first = folder / "train.py", "        with tf.GradientTape() as tape:"
     edit(path, first, textwrap.indent(textwrap.dedent(lines), " " * 8) + first)
 

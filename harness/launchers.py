@@ -145,6 +145,7 @@ LAUNCHERS = {
         "horovodrun --gloo -np {n} python train.py",
         status_after_bad_input=1,
         processes_in_job=4,
+        epoch_start="        sampler.set_epoch(epoch)",
         rank="__import__('horovod.torch').torch.rank()",
         kill_message=r"Process name: \d\nExit code: 137",
         gpus=False,
@@ -154,6 +155,7 @@ LAUNCHERS = {
         status_after_bad_input=1,
         processes_in_job=4,
         epoch_start="        self.start = time.perf_counter()\n",
+        epoch_names="self.args.output_dir, self.current_epoch",
         rank="__import__('horovod.torch').torch.rank()",
         kill_message=r"Process name: \d\nExit code: 137",
         torchvision=True,  # torchmetrics does
@@ -165,7 +167,8 @@ LAUNCHERS = {
         processes_in_job=4,
         checkpoint="checkpoint.npz",
         model="model.keras",
-        download="python numpy_data.py",
+        written="output/checkpoint.npz",
+        epoch_start="        # horovod: another order in each epoch, the same in all processes, and a part",
         rank="__import__('horovod.tensorflow').tensorflow.rank()",
         kill_message=r"Process name: \d\nExit code: 137",
         gpus=False,
@@ -239,7 +242,7 @@ MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 
 MPI = replace(
     LAUNCHERS["horovod_cpu"],
     local=shlex.join(["env", *(f"{name}={value}" for name, value in MPI_AS_ROOT.items())])
-    + " NP={n} bash more/mpirun_local.sh",
+    + " mpirun -np {n} --bind-to none --oversubscribe python train.py",
     status_after_bad_input=2,
     backend="mpi",
     kill_message=r"process rank \d (.|\n)*signal 9",

@@ -99,7 +99,7 @@ def numpy_test_set(dataset: str, data_dir: str) -> tuple["torch.Tensor", "torch.
     """Return the test images and labels as horovod_tensorflow reads them."""
     import torch
 
-    module = import_file(ROOT / "examples" / "horovod_tensorflow" / "numpy_data.py")
+    module = import_file(ROOT / "examples" / "horovod_tensorflow" / "common" / "data.py")
     test_set = module.load(dataset, data_dir)[1]
     images, labels = test_set[list(range(len(test_set)))]
     return torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(labels)

@@ -29,6 +29,7 @@ def assert_refused(run: Run, status: int, *texts: str) -> None:
 # What torchrun sets, for a process that is the only one; and it makes a folder for reports of errors.
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
 TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+TORCHRUN |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}  # MPI would leave files of a failed start
 TORCHRUN |= {"DS_ACCELERATOR": "cpu"}  # otherwise DeepSpeed prints that it has found no other
 MAKE_REPORTS = """
 folder = os.path.join(tempfile.gettempdir(), "torchelastic_a", "none_b", "attempt_0", "0")

@@ -2,10 +2,8 @@
 
 import math
 import os
-import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,23 +22,12 @@ def lm(folder: Path, processes: int, arguments: str, **environment: str) -> runs
 
 
 def test_without_a_launcher(example: str, folder: Path) -> None:
-    """`python train.py` trains as one process on all cores, over Gloo and no network."""
-    run = runs.Run(["python", "train.py", "--epochs", "1"], folder).wait()
+    """`python train.py` trains as one process on all cores."""
+    run = runs.Run(["python", "train.py", "--epochs", "1"], folder, MPI_AS_ROOT).wait()
     assert run.status == 0, run.stderr
     threads = len(os.sched_getaffinity(0))
-    assert f"1 processes on 1 node, gloo on cpu, {threads} thread" in run.stdout
+    assert f"1 processes on 1 node, mpi on cpu, {threads} thread" in run.stdout
     assert outputs.read_metrics(folder / "output")[0]["world_size"] == 1
-
-
-@pytest.mark.runs("weekly")  # torchrun_multinode has an ordinary one
-def test_gradient_accumulation(example: str, folder: Path) -> None:
-    """Two batches of 16 that make one step are one batch of 32, exactly (fp64)."""
-    for output, arguments in (
-        ("one", "--batch-size 32"),
-        ("two", "--batch-size 16 --batches-per-allreduce 2"),
-    ):  # Horovod's name of it
-        runs.train(example, folder, 2, *f"--epochs 1 --precision fp64 --output-dir {output} {arguments}".split())
-    assert outputs.largest_difference(outputs.read_model(folder / "one"), outputs.read_model(folder / "two")) < 1e-9
 
 
 @pytest.mark.runs("weekly")
@@ -51,8 +38,8 @@ def test_lm_reaches_the_floor(example: str, folder: Path) -> None:
     output = folder / "output" / "lm"
     loss, floor = outputs.read_metrics(output)[-1]["test_loss"], outputs.read_run(output)["settings"]["entropy"]
     assert 0.99 * floor < loss < 1.05 * floor
-    line = f"test loss {loss:.4f} (floor {floor:.4f}) | perplexity {math.exp(loss):.2f} per byte"
-    assert re.search(re.escape(line) + r" \| +\d+ tokens/s \|", run.stdout) and "sample: " in run.stdout
+    line = f"test loss {loss:.4f} (floor {floor:.4f}), perplexity {math.exp(loss):.2f} per byte"
+    assert line in run.stdout and "sample: " in run.stdout
 
 
 # In the environment of a test that installs: Python says that its headers are where there are none.
@@ -68,10 +55,10 @@ TOOLS = "bash sh env cat basename grep head tr mkdir mktemp mv cp rm sed tail ta
     ("missing", "texts"),
     [
         ("torch", ["torch", "pip install -r requirements.txt"]),
-        ("c++", ["no C++ compiler", "g++"]),
-        ("cmake", ["no cmake", "apt-get install cmake"]),
-        ("make", ["no make", "apt-get install make"]),
-        ("Python.h", ["no Python.h", f"apt-get install python3.{sys.version_info[1]}-dev", "conda"]),
+        ("c++", ["no c++", "apt-get install g++"]),
+        ("cmake", ["no cmake", "apt-get install"]),
+        ("make", ["no make", "apt-get install"]),
+        ("Python.h", ["no Python.h", "apt-get install python3-dev", "conda"]),
         ("network", ["download failed", "login node"]),
     ],
 )
@@ -115,7 +102,7 @@ def test_launcher_killed(example: str, folder: Path) -> None:
 @pytest.mark.runs("weekly")
 def test_mpirun_with_four_processes(example: str, folder: Path) -> None:
     """The README's command for MPI and the language model: NP processes of OMP_NUM_THREADS threads."""
-    line = readme.command("examples/horovod_cpu/README.md", "... bash more/mpirun_local.sh ...")
+    line = readme.command("examples/horovod_cpu/README.md", "... mpirun ...")
     run = readme.run_block([f"{line} --epochs 1"], folder, **MPI_AS_ROOT)
     assert "4 processes on 1 node, mpi on cpu, 2 threads each" in run.stdout
 

@@ -281,9 +281,9 @@ def wish(args):
     return SAVE if minutes and time.monotonic() - last_save >= 60 * minutes else GO_ON
 
 
-def end(args, progress, how):
+def end(args, progress, how, model="model.pt"):
     """Note in run.json that this run is "finished" or "stopped", print it, and end this process."""
-    message = f"finished: the model is in {args.output_dir / 'model.pt'}"
+    message = f"finished: the model is in {args.output_dir / model}"
     if how == "stopped":
         epochs, step = len(progress["history"]), progress.get("epoch_step")
         where = f"step {step} of epoch {epochs + 1}" if step else f"epoch {epochs}"

@@ -3,198 +3,197 @@
 Locally:   horovodrun --gloo -np 2 python train.py
 On SLURM:  sbatch run.slurm --epochs 10
 
-It is minimal.py with what a long job needs: flags, checkpoints that survive a kill, and clear
-errors. Comments that begin with a tag, such as "horovod:", mark what a single process would not
-need. The functions of plumbing keep the job alive. more/train_lm.py imports functions from here.
+It is minimal.py plus flags, checkpoints, and a stop after any epoch.
+Comments that begin with "horovod:" mark what a single process would not need.
+more/train_lm.py imports functions from here.
 """
 
+import argparse
 import os
 import time
 from itertools import islice
+from pathlib import Path
 
 import horovod.torch as hvd
 import torch
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-import plumbing
+import longrun
 from common import data
 from common.models import ConvNet
 
-# With bf16 the weights stay in fp32; only what autocast computes is in bf16.
-WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
-
 
 def parse_args():
-    parser = plumbing.arguments(__doc__, WEIGHT_DTYPES)  # --epochs and what else all examples have
-    add = parser.add_argument
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = longrun.fail  # print the error as one line, without the usage
+    add, positive = parser.add_argument, longrun.positive
     add("--dataset", choices=data.NAMES, default="digits")
     add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
-    names = ("--gradient-accumulation-steps", "--batches-per-allreduce")  # the second is Horovod's
-    add(*names, type=int, default=1, help="batches per optimizer step")
+    add("--epochs", type=positive, default=5, help="total number, including those before a resume")
+    add("--batch-size", type=positive, default=64, help="samples per batch of each process")
+    add("--global-batch", type=positive, help="samples per step; sets --batch-size")
     add("--fp16-allreduce", action="store_true", help="send gradients as 16-bit numbers")
-    add("--keep-epochs", type=int, metavar="N", help="keep N epochs' checkpoints, and the best")
-    args = parser.parse_args()
-    plumbing.check_args(parser, args)
-    return args
+    add("--lr", type=float, default=1e-3, help="learning rate")
+    add("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by processes, or their root")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
+    add("--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="bf16: mixed")
+    add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
+    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
+    add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
+    add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
+    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
+    return parser.parse_args()
+
+
+def gather(values, value):
+    """Fill the list with the values of all ranks, for longrun.py."""
+    values[:] = hvd.allgather_object(value, name="gather")  # horovod: all have to use one name
 
 
 def setup(args):
-    """Join the other processes, and return this process's device."""
+    """Join the other processes; return this process's rank and the world size."""
+    # horovod: sends each gradient alone; fused, the order of a sum would depend on the timing
+    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "5")  # ms between looks for gradients to send
+    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(10 * args.timeout)
+    longrun.alive(args.timeout)  # joining the others takes at most --timeout
     hvd.init()  # horovod: waits for all processes and connects them
-    args.world_size = hvd.size()
-    plumbing.check_connected(args)
-    plumbing.share_batch(args)  # --global-batch, if given, sets --batch-size
-    cores = len(os.sched_getaffinity(0)) // hvd.local_size()  # the processes of a node share these
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) == args.world_size:
-        cores = int(os.environ.get("SLURM_CPUS_PER_TASK", cores))  # srun has given each its own
-    # More threads than cores are slower.
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores))
-    return torch.device("cpu")
+    rank, world_size = hvd.rank(), hvd.size()
+    longrun.prepare(args, rank, world_size, gather, hvd.shutdown)
+    if world_size == 1 and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        longrun.fail("srun's tasks do not know of each other: use srun --mpi=pmix, see README.md")
+    if "OMP_NUM_THREADS" not in os.environ:  # share the cores that this job may use
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
+    args.global_batch = args.global_batch or args.batch_size * world_size
+    args.batch_size, rest = divmod(args.global_batch, world_size)
+    if rest or not args.batch_size:
+        longrun.fail(f"--global-batch {args.global_batch} must be a multiple of {world_size}")
+    args.lr *= {"linear": world_size, "sqrt": world_size**0.5, None: 1}[args.scale_lr]
+    longrun.alive(None)  # the first step has no time limit: it may compile kernels
+    return rank, world_size
 
 
 def distribute(args, model, optimizer):
     """Return an optimizer that averages gradients over all processes before it takes a step."""
-    return hvd.DistributedOptimizer(  # horovod: each backward pass starts to send its gradients
+    return hvd.DistributedOptimizer(  # horovod: backward() starts to send the gradients
         optimizer,
         named_parameters=model.named_parameters(),
         compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
-        backward_passes_per_step=args.gradient_accumulation_steps,
-        op=hvd.Average,
     )
 
 
-def train_one_epoch(args, model, train_loader, optimizer, device, progress):
-    """Train to the end of an epoch; return the mean loss, the samples of all, and seconds."""
-    # horovod: random numbers (augmentation, dropout) differ in each process and epoch
-    torch.manual_seed(args.seed + progress["step"] * args.world_size + hvd.rank())
+def predict(args, model, batch):
+    """Return the model's logits (B, 10) for a batch, and its labels (B,)."""
+    images, labels = batch
+    images = images.double() if args.precision == "fp64" and images.is_floating_point() else images
+    with torch.autocast("cpu", torch.bfloat16, args.precision == "bf16"):
+        logits = model(images)
+    return logits.float() if args.precision == "bf16" else logits, labels
+
+
+def train_one_epoch(args, model, batches, stateful, progress):
+    """Train to the end of an epoch; return the mean loss over the samples of all processes."""
     model.train()
-    start = time.perf_counter()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
-    # accumulation: batches that do not complete a step are left out
-    batches = args.steps_per_epoch * args.gradient_accumulation_steps
-    for number, (images, labels) in enumerate(islice(train_loader, batches), 1):
-        plumbing.restart_watchdog(args)  # MPI would wait forever for a process that hangs
-        completes_step = number % args.gradient_accumulation_steps == 0  # accumulation: every Nth
-        images = images.to(device, WEIGHT_DTYPES[args.precision])
-        labels = labels.to(device)
-        with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
-            logits = model(images)
-        loss = F.cross_entropy(logits.to(images.dtype), labels)
-        # horovod: with the last batch of a step, starts to average the gradients over all processes
-        (loss / args.gradient_accumulation_steps).backward()
-        plumbing.note_loss(train_loader, loss)  # if it is not finite, the next save ends the run
+    sums = torch.zeros(2, dtype=torch.float64)  # loss, samples
+    optimizer, scheduler = stateful["optimizer"], stateful["scheduler"]
+    for batch in batches:
+        # horovod: each process and step gets its own random numbers (dropout), also after a resume
+        longrun.seed(args.seed, progress["step"], hvd.rank())
+        logits, labels = predict(args, model, batch)
+        loss = F.cross_entropy(logits, labels)
+        loss.backward()  # horovod: starts to average the gradients over all processes
         sums[0] += loss.detach() * len(labels)
         sums[1] += len(labels)
-        if not completes_step:
-            continue
-        # Sets the rate of all groups. A schedule of yours is a factor, the fourth argument.
-        plumbing.set_learning_rate(args, optimizer, progress["step"])
         optimizer.step()  # horovod: first waits until all gradients are averaged
+        scheduler.step()
         optimizer.zero_grad()
         progress["step"] += 1
-    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes, which all call this
-    loss_sum, samples = sums.tolist()
-    return loss_sum / samples, samples, time.perf_counter() - start
+        longrun.alive(args.timeout)  # ends this process unless it calls this again in time
+    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: over all; each has to call this
+    return (sums[0] / sums[1]).item()
 
 
 @torch.no_grad()
-def evaluate(args, model, test_loader, device):
+def evaluate(args, model, test_loader):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
-    for images, labels in test_loader:
-        plumbing.restart_watchdog(args)
-        images = images.to(device, WEIGHT_DTYPES[args.precision])
-        labels = labels.to(device)
-        with torch.autocast(device.type, torch.bfloat16, args.precision == "bf16"):
-            logits = model(images)
-        sums[0] += F.cross_entropy(logits.to(images.dtype), labels, reduction="sum")
+    # horovod: BatchNorm's statistics differ by process: use rank 0's
+    hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
+    sums = torch.zeros(3, dtype=torch.float64)  # loss, correct, samples
+    for batch in islice(test_loader, args.limit_steps):
+        logits, labels = predict(args, model, batch)
+        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
         sums[2] += len(labels)
-    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes, which all call this
-    loss_sum, correct, samples = sums.tolist()
-    return loss_sum / samples, correct / samples
+        longrun.alive(args.timeout)
+    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: over all; each has to call this
+    return (sums[:2] / sums[2]).tolist()
 
 
-def save_checkpoint(args, model, optimizer, progress):
-    """Save what --resume continues from; all processes call this."""
-    plumbing.check_results(args, model, progress)  # stops the run if a loss is not finite
-    if hvd.rank() == 0:  # horovod: all processes have the same weights; one writes them
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        plumbing.write_checkpoint(args, state | {"progress": progress})
-
-
-def resume(args, model, optimizer):
-    """Load model and optimizer from the checkpoint, if there is one; return how far the run is."""
-    progress = {"step": 0, "history": []}  # steps of the whole run; rows of metrics.csv
-    # This is the checkpoint, or None where there is none, or an error message.
-    found = plumbing.read_checkpoint(args, model) if hvd.rank() == 0 else None
-    answer = found["progress"] if isinstance(found, dict) else found
-    answer = hvd.broadcast_object(answer, name="progress")  # horovod: rank 0 tells all processes
-    if plumbing.accept(answer):  # it ends each process here if rank 0 has found an error
-        progress = answer
-        if hvd.rank() == 0:
-            optimizer.load_state_dict(found["optimizer"])
-        # An optimizer without state takes a real step in this call, to create it. So it stands
-        # here, only after a resume, and before the weights are loaded.
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # horovod: rank 0's state to all
-        if hvd.rank() == 0:
-            model.load_state_dict(found["model"])
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # horovod: rank 0's weights to all
-    return progress
+def save_checkpoint(args, stateful, progress):
+    """Save what --resume continues from, and stop if asked to; all processes call this."""
+    longrun.save_checkpoint(args, stateful, progress)
+    # horovod: rank 0 decides whether all stop
+    answer = hvd.broadcast_object(longrun.wish(args), root_rank=0, name="wish")
+    if answer == longrun.STOP and len(progress["history"]) < args.epochs:
+        longrun.end(args, progress, "stopped")  # job.sh requeues the job
 
 
 def main(args):
     """Train as one of the processes that horovodrun, mpirun or srun has started."""
-    plumbing.prepare_process(args)
-    device = setup(args)
-    rank = hvd.rank()
-
-    # Data (yours: see README.md). The sampler yields all indices of a batch and the data set
-    # returns the whole batch, so DataLoader must not collect samples: batch_size=None.
+    rank, world_size = setup(args)
+    # Data: replace these lines by your data sets; any torch.utils.data.Dataset will do.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
-        plumbing.fail(error)
-    # horovod: shuffled parts of equal length: who had more steps would wait for the others forever
-    sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
-    batches = BatchSampler(sampler, args.batch_size, drop_last=True)
-    train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
-    # horovod: each test sample exactly once; a DistributedSampler would repeat some, or drop them
-    shard = range(rank, len(test_set), args.world_size)
-    batches = BatchSampler(shard, args.batch_size, drop_last=False)
-    test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
+        longrun.fail(error)
+    # horovod: shuffled parts of equal length: a process with one step more would hang
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
+    steps = min(len(sampler) // args.batch_size, args.limit_steps or len(train_set))
+    if not steps:
+        longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
+    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    extra = {"collate_fn": data.collate}
+    # horovod: each test sample once; a DistributedSampler would repeat some or leave some out
+    test_part = Subset(test_set, range(rank, len(test_set), world_size))
+    test_loader = DataLoader(test_part, args.batch_size, **extra)
 
-    # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
-    torch.manual_seed(args.seed + rank)  # horovod: all get the weights of rank 0 below
-    model = ConvNet().to(device, WEIGHT_DTYPES[args.precision])
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
-    optimizer = distribute(args, model, optimizer)
-    progress = resume(args, model, optimizer)
+    # Model: replace it by yours.
+    torch.manual_seed(args.seed)
+    model = ConvNet()
+    model = model.double() if args.precision == "fp64" else model
+    optimizer = distribute(args, model, torch.optim.AdamW(model.parameters(), args.lr))
+    # The learning rate rises during the warm-up; put another scheduler of PyTorch here.
+    scheduler = LambdaLR(optimizer, lambda step: min(1, (step + 1) / (args.warmup_steps + 1)))
+    # What a checkpoint has: add all that your training changes, such as averaged weights.
+    stateful = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    progress = {"step": 0, "history": []}  # optimizer steps of the run, and rows of metrics.csv
+    what = f"{type(model).__name__} on {args.dataset}"
+    where = "mpi on cpu" if hvd.mpi_enabled() else "gloo on cpu"
+    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)
+    if progress["step"]:  # horovod: this call would take a step to create a state, if there is none
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # horovod: rank 0's weights to all
 
-    # Train.
-    plumbing.print_header(args, f"{type(model).__name__} on {args.data_name}", device, progress)
     for epoch in range(len(progress["history"]), args.epochs):
-        sampler.set_epoch(epoch)  # horovod: shuffles anew; each process takes its part of one order
-        train_loss, samples, seconds = train_one_epoch(
-            args, model, train_loader, optimizer, device, progress
+        sampler.set_epoch(epoch)  # horovod: another order in each epoch, the same in all processes
+        longrun.seed(args.seed, epoch, rank)  # for the loader's workers, if it has some
+        train_loader = DataLoader(
+            train_set, args.batch_size, sampler=sampler, drop_last=True, **extra
         )
-        test_loss, accuracy = evaluate(args, model, test_loader, device)
+        batches, start = islice(train_loader, args.limit_steps), time.perf_counter()
+        train_loss = train_one_epoch(args, model, batches, stateful, progress)
+        seconds = time.perf_counter() - start
+        test_loss, accuracy = evaluate(args, model, test_loader)
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
-        row |= {"test_accuracy": accuracy, "samples_per_second": samples / seconds}
-        row |= {"seconds": seconds, "world_size": args.world_size}
-        progress["history"].append(row)
-        save_checkpoint(args, model, optimizer, progress)
-        plumbing.print_epoch(args, progress)
-
-    # Finish.
-    path = args.output_dir / "model.pt"
-    if rank == 0:  # horovod: all processes have the same weights; one writes them
-        plumbing.write(path, lambda file: torch.save(model.cpu().state_dict(), file))
-    accuracy = progress["history"][-1]["test_accuracy"]
-    plumbing.finish(args, progress, f"finished: test acc {accuracy:.2%}, model in {path}")
+        speed = steps * args.global_batch / seconds
+        row |= {"test_accuracy": accuracy, "samples_per_second": speed, "seconds": seconds}
+        progress["history"].append(row | {"world_size": world_size})
+        save_checkpoint(args, stateful, progress)
+    longrun.write(args, "model.pt", lambda file: torch.save(model.state_dict(), file))
+    longrun.end(args, progress, "finished")
 
 
 if __name__ == "__main__":

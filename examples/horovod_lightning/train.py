@@ -3,318 +3,192 @@
 Locally:   horovodrun --gloo -np 2 python train.py
 On SLURM:  sbatch run.slurm --epochs 10
 
-Comments that begin with "horovod:" mark what a single process would not need, those with
-"lightning:" what the Trainer needs. The functions of plumbing keep the job alive: checkpoints that
-survive a kill, and clear errors.
+It is minimal.py plus flags, checkpoints, and a stop after any epoch.
+Comments that begin with "horovod:" or "lightning:" mark what a single process would not need.
 """
 
-import os
-import signal
-import sys
+import argparse
 import time
+from pathlib import Path
 
 import horovod.torch as hvd
 import lightning as L
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import TorchCheckpointIO
-from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import ParallelStrategy
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-import plumbing
+import longrun
 from common import data
 from common.models import ConvNet
+from strategy import HorovodStrategy, setup
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp64": "64-true"}  # the Trainer's names
 
 
 def parse_args():
-    parser = plumbing.arguments(__doc__, PRECISIONS)  # --epochs and what else all examples have
-    add = parser.add_argument
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = longrun.fail  # print the error as one line, without the usage
+    add, positive = parser.add_argument, longrun.positive
     add("--dataset", choices=data.NAMES, default="digits")
     add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
-    add("--gradient-accumulation-steps", type=int, default=1, help="batches per optimizer step")
-    add("--max-grad-norm", type=float, help="clip the norm of the gradients to this value")
-    add("--logger", choices=("CSVLogger", "TensorBoardLogger"), help="also log with this one")
-    add("--keep-epochs", type=int, metavar="N", help="keep N epochs' checkpoints, and the best")
-    args = parser.parse_args()
-    plumbing.check_args(parser, args)
-    return args
+    add("--epochs", type=positive, default=5, help="total number, including those before a resume")
+    add("--batch-size", type=positive, default=64, help="samples per batch of each process")
+    add("--global-batch", type=positive, help="samples per step; sets --batch-size")
+    add("--lr", type=float, default=1e-3, help="learning rate")
+    add("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by processes, or their root")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
+    add("--precision", choices=tuple(PRECISIONS), default="fp32", help="bf16: mixed")
+    add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
+    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
+    add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
+    add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
+    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
+    add("--logger", choices=("CSVLogger", "TensorBoardLogger"), help="log with this one, too")
+    return parser.parse_args()
 
 
 class LitConvNet(L.LightningModule):
     """The model with its losses and its optimizer; trainer.fit calls these methods."""
 
-    def __init__(self, args):
+    def __init__(self, args, data_sets):
         super().__init__()
-        self.args = args
+        self.args, self.data_sets = args, data_sets
         self.model = ConvNet()
+        self.progress = {"step": 0, "history": [], "lr": args.lr}  # history: rows of metrics.csv
 
     def forward(self, images):
-        return self.model(images).to(images.dtype)
+        logits = self.model(images)
+        return logits.float() if self.args.precision == "bf16" else logits
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), self.args.lr)
+        optimizer = torch.optim.AdamW(self.parameters(), self.args.lr)
+        # horovod: averages the gradients over all processes before each step
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=self.named_parameters())
+        # The learning rate rises during the warm-up; put another scheduler of PyTorch here.
+        warmup = self.args.warmup_steps
+        scheduler = LambdaLR(optimizer, lambda step: min(1, (step + 1) / (warmup + 1)))
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        # lightning: calls this closure, which computes the gradients, within step() by default:
+        # Horovod would have waited for the gradients before, and they would not be averaged
+        optimizer_closure()
+        optimizer.step()  # horovod: first waits until all gradients are averaged
+
+    def setup(self, stage):  # lightning: it has read no checkpoint yet
+        args, what = self.args, f"{type(self.model).__name__} on {self.args.dataset}"
+        where = "mpi on cpu" if hvd.mpi_enabled() else "gloo on cpu"
+        # What is compared, and loaded, of a checkpoint. lightning: loads it again, with the rest.
+        stateful = {"state_dict": self}
+        self.progress = longrun.start(args, what, where, self.data_sets, stateful, self.progress)
+        hvd.broadcast_parameters(self.state_dict(), root_rank=0)  # horovod: rank 0's weights to all
+        longrun.seed(args.seed, len(self.progress["history"]), self.global_rank)  # for workers
+        longrun.alive(None)  # the first step has no time limit: it may compile kernels
 
     def on_train_start(self):
-        plumbing.begin_training(self.trainer, self.progress)
-        # lightning: its own handler waits for the step's end; SLURM kills soon, so end at once
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # A resume with another --lr takes effect. lightning: has loaded the rates of before.
+        before, self.progress["lr"] = self.progress["lr"], self.args.lr
+        factor = self.args.lr / before if before else 1
+        for group in self.optimizers().param_groups:
+            group |= {name: group[name] * factor for name in longrun.RATES if name in group}
+        scheduler = self.lr_schedulers()
+        if hasattr(scheduler, "base_lrs"):  # not all of PyTorch's schedulers have them
+            scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
 
     def on_train_epoch_start(self):
+        # horovod: rank 0 decides whether all stop; each has to call this, or others hang
+        if self.trainer.strategy.broadcast(longrun.wish(self.args)) == longrun.STOP:
+            longrun.end(self.args, self.progress, "stopped")  # job.sh requeues the job
         self.start = time.perf_counter()
+        self.sums = torch.zeros(2, dtype=torch.double)  # loss, samples
 
-    def training_step(self, batch, _):
-        plumbing.restart_watchdog(self.args)  # MPI would wait forever for a process that hangs
+    def training_step(self, batch, number):
+        # horovod: each process and batch gets its own random numbers (dropout)
+        longrun.seed(self.args.seed, self.current_epoch, number, self.global_rank)
         images, labels = batch
-        logits = self(images)
-        loss = F.cross_entropy(logits, labels)
-        # If it is not finite, the next save ends the run.
-        plumbing.note_loss(self.trainer.train_dataloader, loss)
-        # All batches are equally large: the sum of these shares is the mean over all samples.
-        share = loss.double() / self.trainer.num_training_batches / self.trainer.world_size
-        # lightning: sums over the steps (reduce_fx), and over all processes (sync_dist)
-        self.log("train_loss", share, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
-        return loss  # horovod: the optimizer that HorovodStrategy has wrapped averages gradients
+        loss = F.cross_entropy(self(images), labels)
+        self.sums[0] += loss.detach() * len(labels)
+        self.sums[1] += len(labels)
+        return loss  # lightning: calls backward(), in which Horovod starts to send the gradients
 
-    def on_before_optimizer_step(self, optimizer):
-        if not self.trainer.lr_scheduler_configs:  # you may add a scheduler
-            plumbing.set_learning_rate(self.args, optimizer, self.trainer.global_step)
+    def on_train_batch_end(self, *_):
+        longrun.alive(self.args.timeout)  # ends this process unless it calls this again in time
 
     def on_validation_start(self):
-        self.seconds = time.perf_counter() - self.start
+        self.sums = hvd.allreduce(self.sums, op=hvd.Sum)  # horovod: sum over all processes
+        self.train_loss, samples = (self.sums[0] / self.sums[1]).item(), self.sums[1].item()
+        seconds = time.perf_counter() - self.start
+        self.speed = {"samples_per_second": samples / seconds, "seconds": seconds}
+        # horovod: BatchNorm's statistics differ by process: use rank 0's
+        hvd.broadcast_parameters(dict(self.named_buffers()), root_rank=0)
+        self.sums = torch.zeros(3, dtype=torch.double)  # loss, correct, samples
 
     def validation_step(self, batch, _):
-        plumbing.restart_watchdog(self.args)
         images, labels = batch
         logits = self(images)
-        loss = F.cross_entropy(logits, labels, reduction="sum").double()
-        correct = (logits.argmax(1) == labels).sum().double()
-        size = len(self.trainer.val_dataloaders.dataset)
-        metrics = {"test_loss": loss / size, "test_accuracy": correct / size}
-        # lightning: a sum as well; "mean" would weight batches by a count that it has rounded
-        self.log_dict(metrics, sync_dist=True, reduce_fx="sum")
+        self.sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        self.sums[1] += (logits.argmax(1) == labels).sum()
+        self.sums[2] += len(labels)
+        longrun.alive(self.args.timeout)
 
-    def on_train_epoch_end(self):  # lightning: comes after the validation of this epoch
-        metrics = self.trainer.callback_metrics
-        row = {"epoch": self.current_epoch + 1}
-        row |= {name: metrics[name].item() for name in ("train_loss", "test_loss", "test_accuracy")}
-        samples = self.args.steps_per_epoch * self.args.global_batch
-        row |= {"samples_per_second": samples / self.seconds, "seconds": self.seconds}
-        row |= {"world_size": self.args.world_size}
-        self.progress["history"].append(row)
-        self.progress["step"] = self.trainer.global_step
-        # Stops the run if a loss is not finite; otherwise EpochCheckpoint saves it now.
-        plumbing.check_results(self.args, self, self.progress)
-
-    def on_save_checkpoint(self, checkpoint):  # lightning: has the state of model and optimizer
-        checkpoint["progress"] = self.progress
-
-
-class EpochCheckpoint(ModelCheckpoint):
-    """Save after each epoch, and then print its line: an epoch that is printed is not lost."""
-
-    FILE_EXTENSION = ".pt"
-
-    def on_train_epoch_end(self, trainer, module):
-        super().on_train_epoch_end(trainer, module)
-        plumbing.print_epoch(module.args, module.progress)
-
-    def state_dict(self):
-        return {}  # lightning: it would have paths, which are others after the folder has moved
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """How the Trainer writes and reads its checkpoints; of all processes, rank 0 writes."""
-
-    def __init__(self, args):
-        self.args = args
-        self.path = os.path.realpath(os.path.join(args.output_dir, "checkpoint.pt"))
-        self.checkpoint = None  # what resume() has read
-
-    def save_checkpoint(self, checkpoint, path, storage_options=None):
-        if os.path.realpath(path) != self.path:  # of a ModelCheckpoint that you have added
-            return super().save_checkpoint(checkpoint, path, storage_options)
-        return plumbing.write_checkpoint(self.args, checkpoint)  # as a whole or not at all
-
-    def load_checkpoint(self, path, **options):
-        checkpoint, self.checkpoint = self.checkpoint, None  # kept no longer than it is needed
-        if os.path.realpath(path) != self.path or checkpoint is None:  # of trainer.test, perhaps
-            return super().load_checkpoint(path, **options)
-        return checkpoint
-
-
-class HorovodStrategy(ParallelStrategy):
-    """What Lightning's Trainer asks for when it trains with several processes, by Horovod."""
-
-    global_rank = property(lambda self: hvd.rank())
-    local_rank = property(lambda self: hvd.local_rank())
-    node_rank = property(lambda self: hvd.cross_rank())
-    world_size = property(lambda self: hvd.size())
-    root_device = torch.device("cpu")
-    is_distributed = True  # lightning: otherwise sync_dist=True has no effect
-
-    def setup_environment(self):
-        rank_zero_only.rank = hvd.rank()  # lightning: which process logs
-        super().setup_environment()
-
-    def model_to_device(self):
-        self.model.to(self.root_device)
-
-    def setup_optimizers(self, trainer):
-        super().setup_optimizers(trainer)  # calls configure_optimizers
-        plain = self.optimizers
-        self.optimizers = [  # horovod: each backward pass starts to average its gradients
-            hvd.DistributedOptimizer(
-                optimizer,
-                named_parameters=self.lightning_module.named_parameters(),
-                backward_passes_per_step=trainer.accumulate_grad_batches,
-                op=hvd.Average,
-            )
-            for optimizer in plain
-        ]
-        # You may add schedulers, also one of several parts, such as SequentialLR: each has to set
-        # the rate of the wrapped optimizer.
-        for config in self.lr_scheduler_configs:
-            number = plain.index(config.scheduler.optimizer)
-            for scheduler in plumbing.parts_of(config.scheduler):
-                scheduler.optimizer = self.optimizers[number]
-        # horovod: rank 0's weights to all
-        hvd.broadcast_parameters(self.lightning_module.state_dict(), root_rank=0)
-
-    def optimizer_step(self, optimizer, closure, *args, **kwargs):
-        """Run the closure, which computes the gradients, wait for their average, and take a step.
-
-        optimizer.step(closure) of Horovod would wait before the closure, and then take a step with
-        gradients that are not averaged, without any error.
-        """
-
-        def averaged():
-            loss = closure()
-            optimizer.synchronize()  # horovod: waits until all gradients are averaged
-            return loss
-
-        with optimizer.skip_synchronize():
-            return super().optimizer_step(optimizer, averaged, *args, **kwargs)
-
-    def reduce(self, tensor, group=None, reduce_op="mean"):
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        operations = {"sum": hvd.Sum, "mean": hvd.Average, "avg": hvd.Average}
-        operations |= {"min": hvd.Min, "max": hvd.Max}
-        # It is a word such as "sum", or torch.distributed's ReduceOp.SUM.
-        name = str(reduce_op).lower().rpartition(".")[2]
-        return hvd.allreduce(tensor, op=operations[name])  # horovod: over all processes
-
-    def all_gather(self, tensor, group=None, sync_grads=False):
-        return hvd.allgather(tensor.unsqueeze(0))  # horovod: (world_size, ...)
-
-    def broadcast(self, obj, src=0):
-        # horovod: to all; by default the name would be the type of obj, which may differ
-        return hvd.broadcast_object(obj, src, name="object")
-
-    def barrier(self, name=None):
-        hvd.barrier()  # horovod: waits for all processes
-
-
-def setup(args):
-    """Join the other processes, and return the Trainer."""
-    hvd.init()  # horovod: waits for all processes and connects them
-    args.world_size = hvd.size()
-    plumbing.check_connected(args)
-    plumbing.share_batch(args)  # --global-batch, if given, sets --batch-size
-    cores = len(os.sched_getaffinity(0)) // hvd.local_size()  # the processes of a node share these
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) == args.world_size:
-        cores = int(os.environ.get("SLURM_CPUS_PER_TASK", cores))  # srun has given each its own
-    # More threads than cores are slower.
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores))
-    return L.Trainer(
-        accelerator="cpu",
-        devices=1,  # of this process: Horovod has started the others
-        strategy=HorovodStrategy(cluster_environment=LightningEnvironment()),
-        plugins=[AtomicCheckpointIO(args)],
-        callbacks=[EpochCheckpoint(args.output_dir, "checkpoint", enable_version_counter=False)],
-        precision=PRECISIONS[args.precision],
-        max_epochs=args.epochs,
-        accumulate_grad_batches=args.gradient_accumulation_steps,
-        gradient_clip_val=args.max_grad_norm,
-        logger=getattr(L.pytorch.loggers, args.logger)(args.output_dir) if args.logger else False,
-        use_distributed_sampler=False,  # lightning: its sampler would repeat test samples
-        num_sanity_val_steps=0,  # a restart would have to wait for it
-        enable_progress_bar=sys.stdout.isatty(),  # it would fill a log file
-    )
-
-
-def resume(args, trainer, model):
-    """Have fit find the checkpoint, if there is one; return how far the run is."""
-    progress = {"step": 0, "history": []}  # steps of the whole run; rows of metrics.csv
-    # This is the checkpoint, or None where there is none, or an error message.
-    found = plumbing.read_checkpoint(args, model) if trainer.global_rank == 0 else None
-    answer = found["progress"] if isinstance(found, dict) else found
-    # horovod: rank 0 decides; then each process reads the file, or ends if it has found an error
-    if plumbing.accept(trainer.strategy.broadcast(answer)):
-        checkpoint = found or plumbing.load_checkpoint(args.output_dir / "checkpoint.pt")
-        trainer.strategy.checkpoint_io.checkpoint = checkpoint
-        progress = checkpoint["progress"]
-    return progress
+    def on_validation_epoch_end(self):
+        self.sums = hvd.allreduce(self.sums, op=hvd.Sum)  # horovod: sum over all processes
+        test_loss, accuracy = (self.sums[:2] / self.sums[2]).tolist()
+        row = {"train_loss": self.train_loss, "test_loss": test_loss, "test_accuracy": accuracy}
+        # lightning: for loggers and callbacks; "max", since all processes have the same values
+        self.log_dict(row, sync_dist=True, reduce_fx="max")
+        row = {"epoch": self.current_epoch + 1} | row | self.speed
+        self.progress["history"].append(row | {"world_size": self.trainer.world_size})
+        self.progress["step"] = self.global_step
 
 
 def main(args):
     """Train as one of the processes that horovodrun or srun has started."""
-    plumbing.prepare_process(args)
-    plumbing.quiet_lightning()
-    trainer = setup(args)
-    device = trainer.strategy.root_device
-    rank = trainer.global_rank
-
-    # Data (yours: see README.md). The sampler yields all indices of a batch and the data set
-    # returns the whole batch, so DataLoader must not collect samples: batch_size=None.
+    rank, world_size = setup(args)
+    # lightning: saves the state of model, optimizer, scheduler, loops and callbacks at each epoch
+    saving = ModelCheckpoint(args.output_dir, "checkpoint", enable_version_counter=False)
+    saving.FILE_EXTENSION = ".pt"  # job.sh and longrun.py look for checkpoint.pt
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,  # of this process: Horovod has started the others
+        strategy=HorovodStrategy(),
+        callbacks=[saving],
+        precision=PRECISIONS[args.precision],
+        max_epochs=args.epochs,
+        limit_train_batches=args.limit_steps,
+        limit_val_batches=args.limit_steps,
+        logger=getattr(L.pytorch.loggers, args.logger)(args.output_dir) if args.logger else False,
+        use_distributed_sampler=False,  # lightning: its sampler would repeat test samples
+        num_sanity_val_steps=0,  # a restart would have to wait for it
+        enable_progress_bar=False,  # it would fill a log file
+        enable_model_summary=False,
+    )
+    # Data: replace these lines by your data sets; any torch.utils.data.Dataset will do.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
-        plumbing.fail(error)
-    # horovod: shuffled parts of equal length: who had more steps would wait for the others forever
-    sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
-    batches = BatchSampler(sampler, args.batch_size, drop_last=True)
-    batches.set_epoch = sampler.set_epoch  # lightning: calls it in each epoch, to shuffle anew
-    train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
-    # accumulation: batches that do not complete a step are left out
-    trainer.limit_train_batches = args.steps_per_epoch * args.gradient_accumulation_steps
-    # horovod: each test sample exactly once; a DistributedSampler would repeat some, or drop them
-    shard = range(rank, len(test_set), args.world_size)
-    # lightning: an empty batch, since it refuses a loader without any
-    batches = list(BatchSampler(shard, args.batch_size, drop_last=False)) or [[]]
-    test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
+        longrun.fail(error)
+    # horovod: shuffled parts of equal length: a process with one step more would hang
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
+    if len(sampler) < args.batch_size:
+        longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
+    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    extra = {"collate_fn": data.collate}
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **extra)
+    # horovod: each test sample once; a DistributedSampler would repeat some or leave some out
+    test_part = Subset(test_set, range(rank, len(test_set), world_size))
+    test_loader = DataLoader(test_part, args.batch_size, **extra)
 
-    # Model; fit creates the optimizer, and loads the state of both if the run is resumed.
     torch.manual_seed(args.seed)
-    model = LitConvNet(args)
-    # lightning: fit would convert the weights to fp64 after it has loaded and rounded a checkpoint
-    model = trainer.precision_plugin.convert_module(model)
-    progress = resume(args, trainer, model.model)
-    model.progress = progress
-    # horovod: from here on random numbers (augmentation, dropout) differ in each process
-    torch.manual_seed(args.seed + progress["step"] * args.world_size + rank)
-
-    # Train.
-    name = type(model.model).__name__
-    plumbing.print_header(args, f"{name} on {args.data_name}", device, progress)
-    # lightning: with "last" each process would look for itself, and some might not see the file
-    path = args.output_dir / "checkpoint.pt" if progress["history"] else None
-    trained = len(progress["history"]) < args.epochs
+    model = LitConvNet(args, (train_set, test_set))
+    model = model.double() if args.precision == "fp64" else model  # before a checkpoint is loaded
+    path = args.output_dir / "checkpoint.pt"
+    path = path if args.resume and path.exists() else None
     trainer.fit(model, train_loader, test_loader, ckpt_path=path)
-    plumbing.end_training(trainer, model, trained)
-
-    # Finish.
-    path = args.output_dir / "model.pt"
-    if rank == 0:  # horovod: all processes have the same weights; one writes them
-        plumbing.write(path, lambda file: torch.save(model.model.state_dict(), file))
-    accuracy = progress["history"][-1]["test_accuracy"]
-    plumbing.finish(args, progress, f"finished: test acc {accuracy:.2%}, model in {path}")
+    longrun.write(args, "model.pt", lambda file: torch.save(model.model.state_dict(), file))
+    longrun.end(args, model.progress, "finished")
 
 
 if __name__ == "__main__":

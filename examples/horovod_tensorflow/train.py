@@ -3,13 +3,15 @@
 Locally:   horovodrun --gloo -np 2 python train.py
 On SLURM:  sbatch run.slurm --epochs 10
 
-Comments that begin with a tag, such as "horovod:", mark what a single process would not need. The
-functions of plumbing keep the job alive: checkpoints that survive a kill, and clear errors.
+It is minimal.py plus flags, checkpoints, and a stop after any epoch.
+Comments that begin with "horovod:" mark what a single process would not need.
 """
 
+import argparse
 import os
 import sys
 import time
+from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors, and a note that comes before
 os.environ["KERAS_BACKEND"] = "tensorflow"  # whatever ~/.keras/keras.json says
@@ -19,64 +21,66 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import numpy_data as data
-import plumbing
+import checkpoint
+import longrun
+from common import data
+from common.models import ConvNet
 
-CHECKPOINT = "checkpoint.npz"  # in --output-dir
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp64": "float64"}  # Keras's names
 
 
 def parse_args():
-    parser = plumbing.arguments(__doc__, POLICIES)  # --epochs and what else all examples have
-    add = parser.add_argument
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = longrun.fail  # print the error as one line, without the usage
+    add, positive = parser.add_argument, longrun.positive
     add("--dataset", choices=data.NAMES, default="digits")
     add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
-    args = parser.parse_args()
-    plumbing.check_args(parser, args)
-    return args
+    add("--epochs", type=positive, default=5, help="total number, including those before a resume")
+    add("--batch-size", type=positive, default=64, help="samples per batch of each process")
+    add("--global-batch", type=positive, help="samples per step; sets --batch-size")
+    add("--lr", type=float, default=1e-3, help="learning rate")
+    add("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by processes, or their root")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
+    add("--precision", choices=tuple(POLICIES), default="fp32", help="bf16: mixed")
+    add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
+    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
+    add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
+    add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
+    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
+    return parser.parse_args()
 
 
 def setup(args):
-    """Join the other processes, and set the number of threads, the precision and the seed."""
+    """Join the other processes; return this process's rank and the world size."""
+    # horovod: sends each gradient alone; fused, the order of a sum would depend on the timing
+    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "5")  # ms between looks for gradients to send
+    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(10 * args.timeout)
+    longrun.alive(args.timeout)  # joining the others takes at most --timeout
     hvd.init()  # horovod: waits for all processes and connects them
-    args.world_size = hvd.size()
-    plumbing.check_connected(args)
-    plumbing.share_batch(args)  # --global-batch, if given, sets --batch-size
-    cores = len(os.sched_getaffinity(0)) // hvd.local_size()  # the processes of a node share these
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) == args.world_size:
-        cores = int(os.environ.get("SLURM_CPUS_PER_TASK", cores))  # srun has given each its own
-    # More threads than cores are slower.
-    args.threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores)
-    tf.config.threading.set_intra_op_parallelism_threads(args.threads)
+    rank, world_size = hvd.rank(), hvd.size()
+    longrun.prepare(args, rank, world_size, checkpoint.gather, hvd.shutdown)
+    if world_size == 1 and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        longrun.fail("srun's tasks do not know of each other: use srun --mpi=pmix, see README.md")
+    threads = max(1, len(os.sched_getaffinity(0)) // hvd.local_size())  # share the cores
+    threads = int(os.environ.get("OMP_NUM_THREADS", threads))
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
     tf.config.threading.set_inter_op_parallelism_threads(1)
-    keras.config.set_dtype_policy(POLICIES[args.precision])
-    keras.utils.set_random_seed(args.seed)
     tf.config.experimental.enable_op_determinism()  # the same bits in each run
+    keras.config.set_dtype_policy(POLICIES[args.precision])
+    args.global_batch = args.global_batch or args.batch_size * world_size
+    args.batch_size, rest = divmod(args.global_batch, world_size)
+    if rest or not args.batch_size:
+        longrun.fail(f"--global-batch {args.global_batch} must be a multiple of {world_size}")
+    args.lr *= {"linear": world_size, "sqrt": world_size**0.5, None: 1}[args.scale_lr]
+    longrun.alive(None)  # the first step has no time limit: it is compiled
+    return rank, world_size
 
 
-def train_one_epoch(args, train_step, train_set, optimizer, progress):
-    """Train to the end of an epoch; return the mean loss, the samples of all, and seconds."""
-    # horovod: random numbers (augmentation, dropout) differ in each process and epoch
-    seed = args.seed + progress["step"] * args.world_size + hvd.rank()
-    keras.utils.set_random_seed(seed % 2**32)
-    start = time.perf_counter()
-    epoch = len(progress["history"])
-    sums = tf.zeros(2, tf.float64)  # loss, samples
-    # Another order in each epoch, which is the same in all processes.
-    order = np.random.default_rng([args.seed, epoch]).permutation(len(train_set))
-    # horovod: parts of equal length: who had more steps would wait for the others forever
-    shard = order[hvd.rank() :: args.world_size][: args.steps_per_epoch * args.batch_size]
-    batches = shard.reshape(args.steps_per_epoch, args.batch_size)
-    for indices in batches:
-        plumbing.restart_watchdog(args)  # MPI would wait forever for a process that hangs
-        # A schedule of yours is a factor, the fourth argument.
-        plumbing.set_learning_rate(args, optimizer, progress["step"])
-        sums += train_step(*train_set[indices])
-        plumbing.note_loss(batches, sums[0])  # if it is not finite, the next save ends the run
-        progress["step"] += 1
-    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes, which all call this
-    loss_sum, samples = sums.numpy().tolist()
-    return loss_sum / samples, samples, time.perf_counter() - start
+def losses(logits, labels):
+    """Return the cross-entropy of each sample (B,), in fp32, or in fp64 if the logits are."""
+    logits = tf.cast(logits, tf.float64 if logits.dtype == tf.float64 else tf.float32)
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
 
 
 def make_steps(model, optimizer):
@@ -85,12 +89,12 @@ def make_steps(model, optimizer):
 
     @tf.function(reduce_retracing=True)
     def train_step(images, labels):
-        """Return (loss times samples, samples) of this process's batch."""
+        """Take a step; return (loss times samples, samples) of this process's batch."""
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(losses(model(images, training=True), labels))
             # What layers of yours add, such as kernel_regularizer="l2".
             total = loss + sum(tf.cast(part, loss.dtype) for part in model.losses)
-        tape = hvd.DistributedGradientTape(tape, op=hvd.Average)  # horovod: changes gradient()
+        tape = hvd.DistributedGradientTape(tape)  # horovod: changes gradient()
         gradients = tape.gradient(total, weights)  # horovod: averages them over all processes
         optimizer.apply(gradients, model.trainable_variables)
         samples = tf.cast(len(labels), tf.float64)
@@ -107,119 +111,89 @@ def make_steps(model, optimizer):
     return train_step, test_step
 
 
-def losses(logits, labels):
-    """Return the cross-entropy of each sample (B,), in fp32, or in fp64 if the logits are."""
-    logits = tf.cast(logits, tf.float64 if logits.dtype == tf.float64 else tf.float32)
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+def train_one_epoch(args, train_step, train_set, batches, progress):
+    """Train with batches of indices; return the mean loss over the samples of all processes."""
+    sums = tf.zeros(2, tf.float64)  # loss, samples
+    for indices in batches:
+        sums += train_step(*train_set[indices])
+        progress["step"] += 1
+        longrun.alive(args.timeout)  # ends this process unless it calls this again in time
+    sums = hvd.allreduce(sums, op=hvd.Sum).numpy()  # horovod: over all; each has to call this
+    return (sums[0] / sums[1]).item()
 
 
-def evaluate(args, test_step, test_set, shard):
+def evaluate(args, model, test_step, test_set, part):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
+    # horovod: BatchNorm's statistics differ by process: use rank 0's
+    hvd.broadcast_variables([each.value for each in model.non_trainable_variables], root_rank=0)
     sums = tf.zeros(3, tf.float64)  # loss, correct, samples
-    for first in range(0, len(shard), args.batch_size):
-        plumbing.restart_watchdog(args)
-        sums += test_step(*test_set[shard[first : first + args.batch_size]])
-    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes, which all call this
-    loss_sum, correct, samples = sums.numpy().tolist()
-    return loss_sum / samples, correct / samples
+    for first in range(0, len(part), args.batch_size)[: args.limit_steps]:
+        sums += test_step(*test_set[part[first : first + args.batch_size]])
+        longrun.alive(args.timeout)
+    sums = hvd.allreduce(sums, op=hvd.Sum).numpy()  # horovod: over all; each has to call this
+    return (sums[:2] / sums[2]).tolist()
 
 
-def make_model():
-    """Return the ConvNet of the other examples: images (B, 28, 28, 1) to logits (B, 10)."""
-    return keras.Sequential(
-        [
-            keras.Input((28, 28, 1)),
-            keras.layers.Conv2D(32, 3, activation="relu"),
-            keras.layers.Conv2D(64, 3, activation="relu"),
-            keras.layers.MaxPooling2D(2),
-            keras.layers.Flatten(),
-            keras.layers.Dense(128, activation="relu"),
-            keras.layers.Dense(10),
-        ],
-        name="ConvNet",
-    )
-
-
-def named_variables(model, optimizer):
-    """Return the variables of model and optimizer by their names in the checkpoint."""
-    variables = enumerate([*model.variables, *optimizer.variables])
-    return {f"{number:03}-{each.path.replace('/', '-')}": each for number, each in variables}
-
-
-def save_checkpoint(args, model, optimizer, progress):
-    """Save what --resume continues from; all processes call this."""
-    plumbing.check_results(args, model, progress)  # stops the run if a loss is not finite
-    if hvd.rank() == 0:  # horovod: all processes have the same weights; one writes them
-        variables = named_variables(model, optimizer)
-        arrays = {name: variable.numpy() for name, variable in variables.items()}
-        plumbing.write_arrays(args, CHECKPOINT, arrays | {"progress": progress})
-
-
-def resume(args, model, optimizer):
-    """Load model and optimizer from the checkpoint, if there is one; return how far the run is."""
-    progress = {"step": 0, "history": []}  # steps of the whole run; rows of metrics.csv
-    # This is the checkpoint, or None where there is none, or an error message.
-    found = plumbing.read_checkpoint(args, model, CHECKPOINT) if hvd.rank() == 0 else None
-    answer = found["progress"] if isinstance(found, dict) else found
-    answer = hvd.broadcast_object(answer, name="progress")  # horovod: rank 0 tells all processes
-    variables = named_variables(model, optimizer)
-    if plumbing.accept(answer):  # it ends each process here if rank 0 has found an error
-        progress = answer
-        if hvd.rank() == 0:
-            for name, variable in variables.items():
-                variable.assign(found[name.partition("-")[0]])
-    # A variable of Keras holds that of TensorFlow, which Horovod knows, in `value`.
-    values = [variable.value for variable in variables.values()]
-    hvd.broadcast_variables(values, root_rank=0)  # horovod: rank 0's weights and state to all
-    return progress
+def save_checkpoint(args, variables, progress):
+    """Save what --resume continues from, and stop if asked to; all processes call this."""
+    checkpoint.save(args, variables, progress)
+    # horovod: rank 0 decides whether all stop
+    answer = hvd.broadcast_object(longrun.wish(args), root_rank=0, name="wish")
+    if answer == longrun.STOP and len(progress["history"]) < args.epochs:
+        longrun.end(args, progress, "stopped")  # job.sh requeues the job
 
 
 def main(args):
     """Train as one of the processes that horovodrun or srun has started."""
-    plumbing.prepare_process(args)
-    setup(args)
-    rank = hvd.rank()
-
-    # Data (yours: see README.md). A list of indices reads a whole batch at once.
+    rank, world_size = setup(args)
+    # Data: replace these lines by your data sets. A list of indices reads a whole batch.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
-        plumbing.fail(error)
-    samples = len(train_set) // args.world_size  # of each process
-    args.steps_per_epoch = plumbing.count_steps(args, samples, train_set, test_set)
-    # horovod: each test sample exactly once
-    shard = range(rank, len(test_set), args.world_size)
+        longrun.fail(error)
+    # horovod: parts of equal length: a process with one step more would hang
+    samples = len(train_set) // world_size
+    steps = min(samples // args.batch_size, args.limit_steps or samples)
+    if not steps:
+        longrun.fail(f"the {samples} samples of each process are too few for one step")
+    test_part = range(rank, len(test_set), world_size)  # horovod: each test sample once
 
-    # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
-    model = make_model()
-    # A model of yours may only now make its weights.
-    plumbing.check_output(model(train_set[np.array([0])][0]))
-    # PyTorch's defaults.
-    optimizer = keras.optimizers.AdamW(args.lr, weight_decay=0.01, epsilon=1e-8)
+    # Model: replace it by yours.
+    keras.utils.set_random_seed(args.seed)
+    model = ConvNet()
+    model(train_set[[0]][0])  # your model may only now make its weights
+    # The learning rate rises during the warm-up; put another schedule of Keras here.
+    warmup, decay = args.warmup_steps, keras.optimizers.schedules.PolynomialDecay
+    schedule = decay(args.lr / (warmup + 1), max(1, warmup), args.lr)
+    optimizer = keras.optimizers.AdamW(schedule, weight_decay=0.01, epsilon=1e-8)
     optimizer.build(model.trainable_variables)
-    progress = resume(args, model, optimizer)
+    variables = [*model.variables, *optimizer.variables]  # what a checkpoint has
+    progress = {"step": 0, "history": []}  # optimizer steps of the run, and rows of metrics.csv
+    progress = checkpoint.start(args, model.name, (train_set, test_set), variables, progress)
+    # horovod: rank 0's weights and state to all; `value` is TensorFlow's variable in that of Keras
+    hvd.broadcast_variables([variable.value for variable in variables], root_rank=0)
     train_step, test_step = make_steps(model, optimizer)
 
-    # Train.
-    plumbing.print_header(args, f"{model.name} on {args.data_name}", "cpu", progress)
     for epoch in range(len(progress["history"]), args.epochs):
-        train_loss, samples, seconds = train_one_epoch(
-            args, train_step, train_set, optimizer, progress
-        )
-        test_loss, accuracy = evaluate(args, test_step, test_set, shard)
+        # horovod: another order in each epoch, the same in all processes, and a part of it for each
+        order = np.random.default_rng([args.seed, epoch]).permutation(len(train_set))
+        part = order[rank::world_size][: steps * args.batch_size]
+        # horovod: each process and epoch gets its own random numbers (dropout)
+        draws = np.random.default_rng([args.seed, epoch, rank])
+        for variable in model.non_trainable_variables:
+            if "seed_generator" in variable.path:
+                variable.assign(draws.integers(2**31, size=2))
+        batches, start = part.reshape(steps, args.batch_size), time.perf_counter()
+        train_loss = train_one_epoch(args, train_step, train_set, batches, progress)
+        seconds = time.perf_counter() - start
+        test_loss, accuracy = evaluate(args, model, test_step, test_set, test_part)
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
-        row |= {"test_accuracy": accuracy, "samples_per_second": samples / seconds}
-        row |= {"seconds": seconds, "world_size": args.world_size}
-        progress["history"].append(row)
-        save_checkpoint(args, model, optimizer, progress)
-        plumbing.print_epoch(args, progress)
-
-    # Finish.
-    path = args.output_dir / "model.keras"
-    if rank == 0:  # horovod: all processes have the same weights; one writes them
-        plumbing.write(path, lambda file: keras.saving.save_model(model, file.name))
-    accuracy = progress["history"][-1]["test_accuracy"]
-    plumbing.finish(args, progress, f"finished: test acc {accuracy:.2%}, model in {path}")
+        speed = steps * args.global_batch / seconds
+        row |= {"test_accuracy": accuracy, "samples_per_second": speed, "seconds": seconds}
+        progress["history"].append(row | {"world_size": world_size})
+        save_checkpoint(args, variables, progress)
+    longrun.write(args, "model.keras", lambda file: checkpoint.save_model(model, file))
+    longrun.end(args, progress, "finished", "model.keras")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from harness.jobs import (
     all_nodes,
     assert_completed,
     assert_failed,
+    held,
+    hold,
     kill_worker,
     slowed,
     submit,
@@ -130,26 +132,31 @@ def stop_and_kill(job: Job) -> None:
 
 @pytest.mark.only(*HOROVOD)
 @pytest.mark.runs("weekly")  # a run over Gloo is an ordinary test of each example of Horovod
-def test_gloo_instead_of_mpi(
-    example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]
-) -> None:
-    """LAUNCH=gloo on two nodes, preempted, killed and requeued: the bits of the same processes with MPI.
+def test_gloo_instead_of_mpi(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """LAUNCH=gloo on two nodes, preempted and requeued: the bits of the same processes with MPI.
 
     Neither mpirun nor ssh is called: where run.slurm would find them, there are programs that fail and leave a file.
     """
-    folder = slowed(source, tmp_path / example, "2")
+    words, options = ("--limit-steps", "2"), two_processes(source)
+    by_mpi = submit(lab, example, copy_example(source, tmp_path / "mpi" / example), *words, options=options)
+    folder = held(source, tmp_path / example, epoch=1)
     for program in ("mpirun", "orted", "prted", "ssh"):
         path = folder / "bin" / program
         path.parent.mkdir(exist_ok=True)
         path.write_text(f'#!/bin/sh\ntouch "{folder}/$0-was-called"\nexit 1\n')
         path.chmod(0o755)
-    edits.edit(folder / "run.slurm", "\nchoose_launcher ", '\nPATH="$PWD/bin:$PATH"\nchoose_launcher ')
+    edits.edit(folder / "run.slurm", "\nprepare ", '\nPATH="$PWD/bin:$PATH"\nprepare ')
     line = readme.command(f"examples/{example}/README.md", "LAUNCH=gloo sbatch run.slurm")
-    job = submit(lab, example, folder, options=two_processes(source), line=line)
-    stop_and_kill(job)
-    assert job.log.count("2 processes on 2 nodes, gloo on cpu, 1 thread each") == 4, job.log
+    job = submit(lab, example, folder, *words, options=options, line=line)
+    job.wait_for_epoch(1)
+    faults.requeue(lab, job.id)
+    job.wait_for_line("stopped by a signal")
+    hold(folder, None)
+    assert_completed(job, EPOCHS, processes=2)
+    assert job.log.count("2 processes on 2 nodes, gloo on cpu, 1 thread each") == 2, job.log
     assert not list(folder.rglob("*was-called"))
-    outputs.assert_same_run(job.output, two_process_job().output)
+    assert_completed(by_mpi, EPOCHS, processes=2)
+    outputs.assert_same_run(job.output, by_mpi.output)
 
 
 def wait_for_progress(job: Job, starts: int) -> None:

@@ -27,7 +27,7 @@ class Hook:
         self.folder, do = os.environ["VERIFY_DIR"], os.environ["VERIFY_DO"]
         self.what, *self.where = do.split(":")  # an action, its step and rank
         self.plain, self.process = do == "plain", os.getpid()
-        self.rank, self.step = int(os.environ.get("RANK", -1)), 0
+        self.rank, self.step = int(os.environ.get("RANK", os.environ.get("HOROVOD_RANK", -1))), 0
         self.loaders, self.saved = [], {}
         self.clean = None  # the generators' states after the last seeding or batch
         functional = torch.nn.functional

@@ -24,18 +24,18 @@ def load_arrays(name: str, data_dir: str) -> list[tuple[np.ndarray, np.ndarray]]
 
     They come from the four files of mnist or fashion_mnist, compressed by gzip or not, in
     `data_dir`/MNIST/raw (or FashionMNIST), where torchvision puts them, or in `data_dir` itself.
-    Keras's mnist.npz in `data_dir` will do, too. Raises DataError if files are missing or damaged,
-    or if they are those of the other data set.
+    A file such as Keras's mnist.npz in `data_dir` will do, too. Raises DataError if files are
+    missing or damaged, or if they are those of the other data set.
     """
     folders = [Path(data_dir, FOLDERS[name], "raw"), Path(data_dir, FOLDERS[name]), Path(data_dir)]
     folder = next((folder for folder in folders if find(folder, "train-images-idx3")), None)
-    keras = Path(data_dir, "mnist.npz")
+    keras = Path(data_dir, f"{name}.npz")
     command = f"python -m common.data {name} --data-dir {data_dir}"
     try:
         if folder:
             parts = [[read_idx(folder, f"{part}-{kind}") for kind in ("images-idx3", "labels-idx1")]
                      for part in ("train", "t10k")]  # fmt: skip
-        elif name == "mnist" and keras.exists():
+        elif keras.exists():
             with np.load(keras) as file:
                 parts = [[file[f"{kind}_{part}"] for kind in "xy"] for part in ("train", "test")]
         else:
