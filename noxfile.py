@@ -193,12 +193,12 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def sync(session: nox.Session) -> None:
-    """Check that what several examples have is the same: common/, longrun/, plumbing/, five files (`-- --fix`)."""
+    """Check that what several examples have is the same: common/, longrun/ and two files (`-- --fix`)."""
     if "--fix" in session.posargs:
         copies.fix(ROOT)
     if wrong := copies.differences(ROOT):
         session.error(
-            f"differs: {', '.join(wrong)}. Edit the top-level common/, longrun/ or plumbing/, or the file in the first "
+            f"differs: {', '.join(wrong)}. Edit the top-level common/ or longrun/, or the file in the first "
             "example of the same framework, then: nox -s sync -- --fix"
         )
 

@@ -144,9 +144,10 @@ def loop(rank: int, processes: int, bf16: bool, barrier: Barrier, results: Queue
     from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
     sys.path.insert(0, str(ROOT / "plumbing"))  # which has the common/ of most examples
+    from plumbing.processes import keep_memory
+
     from common import data
     from common.models import ConvNet
-    from plumbing.processes import keep_memory
 
     train_set, model = data.load("synthetic", size=IMAGES)[0], ConvNet()
     sampler = DistributedSampler(train_set, processes, rank, drop_last=True)

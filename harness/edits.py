@@ -13,16 +13,6 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def end_after_handing_over(folder: Path) -> None:
-    """Replace the functions of a live plumbing/, of which only job.sh's first lines stay: they hand over to a copy."""
-    path = folder / "plumbing" / "job.sh"
-    first, between, _ = path.read_text().partition("    return\nfi\n")
-    assert between, "job.sh does not hand over"
-    for file in path.parent.glob("*.sh"):
-        file.write_text("echo 'the edited plumbing'; exit 3\n")
-    path.write_text(f"{first}{between}echo 'the edited plumbing'; exit 3\n")
-
-
 def plant(folder: Path, lines: str) -> None:
     """Put lines of Python where an example's ConvNet begins to compute; in TensorFlow, where its graph is made."""
     path, first = folder / "common" / "models.py", "        x = F.relu(self.conv1(images))"
@@ -33,13 +23,12 @@ def plant(folder: Path, lines: str) -> None:
 
 HOLD = "hold"  # a file with the number of epochs that may be done
 WAIT = f"""
-import os, time
+import time
 from pathlib import Path
 
 def wait():
     permitted, metrics = Path("{HOLD}"), Path("output", "metrics.csv")
-    asked = Path(os.environ["STOP_FILE"]), Path("output", "stop")
-    while metrics.exists() and not any(path.exists() for path in asked):
+    while metrics.exists() and not Path("output", "stop").exists():
         try:
             number = permitted.read_text()
         except FileNotFoundError:

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from harness import edits, outputs
-from harness.launchers import EPOCH, LAUNCHERS, OLD_FORM, copy_example
+from harness.launchers import EPOCH, LAUNCHERS, copy_example
 from harness.processes import ASK_SLURM, find_processes, seldom, wait_until, workers
 from lab import Lab, Wanted, faults
 from lab.config import find_account
@@ -250,8 +250,6 @@ def assert_failed(job: Job, since: float, seconds: float = 60, output: str = "")
     assert took <= seconds, f"job {job.id} failed after {took:.0f} s, not within {seconds} s:\n{job.log}"
     last = job.log.splitlines()[-1]
     advice = f"sbatch run.slurm --output-dir output/{output or job.id}"
-    if job.name in OLD_FORM:
-        advice = f"OUTPUT_DIR=output/{job.id} sbatch run.slurm"
     assert last.startswith("run.slurm: error:") and advice in last, job.log
 
 
@@ -302,12 +300,10 @@ while not (output / "finish").exists():
     for name in ("checkpoint.pt", "checkpoint.npz", "checkpoint/run.json"):
         (output / name).touch()
     time.sleep(0.1)
-    asked = os.environ.get("STOP_FILE")  # with plumbing/, where train.py can stop at any step
     with contextlib.suppress(FileNotFoundError):  # there is none, or another process was faster
-        if asked is None and (output / "stop").stat().st_size:  # with job.sh of longrun/
+        if (output / "stop").stat().st_size:  # else it is just being written
             (output / "stop").rename(output / "stopped")
-    if os.path.exists(asked or output / "stopped"):
-        (output / "stopped").touch()
+    if (output / "stopped").exists():
         break
 """
 

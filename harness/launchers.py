@@ -7,9 +7,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/train.py"))
-# Issue 66: an example with longrun.py has the new form, one without carries plumbing/.
-NEW_FORM = [name for name in EXAMPLES if (ROOT / "examples" / name / "longrun.py").exists()]
-OLD_FORM = [name for name in EXAMPLES if name not in NEW_FORM]
 MINIMAL = [name for name in EXAMPLES if (ROOT / "examples" / name / "minimal.py").exists()]
 assert EXAMPLES and MINIMAL, "no examples/*/train.py or minimal.py found"
 # What runs leave behind.

@@ -17,7 +17,7 @@ Words = Sequence[str | os.PathLike[str]]  # of a command
 FOREIGN = re.compile(
     r"SLURM|OMPI_|PMI|HOROVOD_|MASTER_|TORCHELASTIC|PET_"  # a job, or another launcher
     r"|(RANK|WORLD_SIZE|LOCAL_RANK|OMP_NUM_THREADS|GLOO_SOCKET_IFNAME|PYTHONDONTWRITEBYTECODE)$"  # a shell
-    r"|(OUTPUT_DIR|VENV|IMAGE|STOP_FILE)$"  # what a run.slurm is told
+    r"|(OUTPUT_DIR|VENV|IMAGE)$"  # what a run.slurm is told
 )
 
 

@@ -19,7 +19,7 @@ def assert_refused(run: Run, status: int, *texts: str) -> None:
     lines.discard("train.py: error: another process of the run has ended: what that one says is the cause")
     assert len(lines) == 1, f"not one error line but {len(lines)}:\n{run.stdout}\n{run.stderr}"
     assert all(text in min(lines) for text in texts), f"{texts} not in {lines}"
-    ours = r'File "(.*/)?(train|train_lm|longrun|plumbing/\w+|data|models)\.py"'
+    ours = r'File "(.*/)?(train|train_lm|longrun|data|models)\.py"'
     # A loader worker that has just been started when the run ends prints a traceback with no line of a file.
     unfinished = re.sub(r"Traceback [^\n]*\n  File \"<string>\"(.*\n)+?.*pickle data was truncated\n", "", run.stderr)
     assert not re.search("Traceback" if status == 2 else ours, unfinished), run.stderr

@@ -25,7 +25,6 @@ from harness.outputs import assert_same_run, read_run
 from harness.processes import clean_environment, command_lines, find_processes, finish, wait_until, workers
 
 MARKER = "EXAMPLES_TEST_RUN"  # in the environment of every process of a run, so that each can be found
-STOP = "stop-request"  # the file that asks a train.py with plumbing/ to stop; the others look for OUTPUT/stop
 PREFIX = re.compile(r"^\[\d+\]<std(?:out|err)>:", re.MULTILINE)  # horovodrun's, before each line of a process
 
 
@@ -50,9 +49,8 @@ class Run:
     def __post_init__(self) -> None:
         self.marker = f"{MARKER}={uuid.uuid4().hex}"
         name, value = self.marker.split("=")
-        (self.folder / STOP).unlink(missing_ok=True)
         self.temporary = Path(tempfile.mkdtemp(prefix="run-"))  # a short path: that of a socket has 107 bytes at most
-        variables = {name: value, "TMPDIR": str(self.temporary), "STOP_FILE": STOP}
+        variables = {name: value, "TMPDIR": str(self.temporary)}
         environment = clean_environment() | variables | dict(self.environment)
         pipe = subprocess.PIPE
         self.errors = open(self.folder / f"stderr-{value}.txt", "w+", errors="replace")  # noqa: SIM115
@@ -256,13 +254,11 @@ def kill_one(example: str, run: Run) -> None:
 def ask_to_stop(_: str, run: Run) -> int:
     """Ask a run to stop: all processes save after the same step, and it ends well. Return that step's number."""
     output = run.folder / "output"
-    new_form = (run.folder / "longrun.py").exists()
-    (output / "stop" if new_form else run.folder / STOP).touch()
+    (output / "stop").touch()
     run.wait()
     assert run.status == 0, run.stderr
     assert not run.left
-    if new_form:
-        assert (output / "stopped").exists() and not (output / "stop").exists()
+    assert (output / "stopped").exists() and not (output / "stop").exists()
     stop = read_run(output)["stops"][-1]
     assert stop["reason"].startswith("stopped by a signal") and f"\n{stop['reason']}\n" in run.stdout, run.stdout
     return stop["step"]

@@ -19,7 +19,7 @@ def idx_files() -> dict[str, bytes]:
     """Return MNIST's four files, made of the embedded digits: the header of the idx format, then the bytes."""
     import numpy as np  # late, as PyTorch below: each process of the tests imports this module
 
-    arrays = np.load(ROOT / "plumbing" / "common" / "digits.npz")
+    arrays = np.load(ROOT / "common" / "digits.npz")
     files = {}
     for part, key in (("train", "train"), ("t10k", "test")):
         small = arrays[f"{key}_images"][: SIZES[part]].astype(np.uint16) * 255 // 16

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib
 import os
 import re
 import shlex
@@ -17,7 +16,7 @@ pytest.register_assert_rewrite("harness")  # so that an assertion that fails the
 import fake_gpus  # noqa: E402
 from harness import runs  # noqa: E402
 from harness.jobs import CPUS, GPUS, NODES, cancel_left, on_this_machine_only  # noqa: E402
-from harness.launchers import EXAMPLES, LAUNCHERS, NEW_FORM, OLD_FORM, ROOT, Launcher, copy_example  # noqa: E402
+from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, Launcher, copy_example  # noqa: E402
 from harness.reference import reference as make_reference  # noqa: E402
 from harness.runs import Reference  # noqa: E402
 from harness.sessions import in_ci  # noqa: E402
@@ -26,9 +25,8 @@ from lab import Lab, Wanted, why_not  # noqa: E402
 # A shell lets what it starts with `&` ignore SIGINT, and so would everything that these tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ONE = "horovod_cpu"  # with which a test with the mark runs("one") is an ordinary one: the plainest that has plumbing/
+ONE = "ddp_spawn"  # with which a test with the mark runs("one") is an ordinary one: the plainest
 WHEN = ("smoke", "checks", "one", "weekly")  # the words of the mark `runs`
-FORMS = {"longrun": NEW_FORM, "plumbing": OLD_FORM}  # clauses of the mark `only`, besides those of a row
 CLAUSES = {field.name for field in dataclasses.fields(Launcher) if field.type is bool}
 
 # Where CI=true is set, as in .ci/run, a skip would look like a pass. These reasons alone are permitted there.
@@ -48,13 +46,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--folder", type=Path, help="where a copy of the one example lies (default: this repository)")
     parser.addoption("--references", type=Path, help="the folder where harness.reference has left reference runs")
     parser.addoption("--matrix", action="store_true", help="run nothing: print which session runs what")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Have tests of an example with plumbing/ import the `common` that it carries."""
-    if config.getoption("example") and set(config.getoption("example")) <= set(OLD_FORM):
-        sys.path.insert(0, str(ROOT / "plumbing"))
-        importlib.import_module("common")  # now, since pytest puts the root before it later
 
 
 def part_of(path: Path) -> str:
@@ -80,11 +71,10 @@ def belongs(item: pytest.Item) -> bool:
     """Whether a test runs with its example: with each, or as its marks `only` say."""
     example, row = item.callspec.params["example"], LAUNCHERS[item.callspec.params["example"]]
     for mark in item.iter_markers("only"):
-        if wrong := set(mark.args) - {*EXAMPLES, *CLAUSES, *FORMS}:
+        if wrong := set(mark.args) - {*EXAMPLES, *CLAUSES}:
             raise pytest.UsageError(f"{item.nodeid}: the mark only names no example and no clause: {wrong}")
-        of_form = any(example in FORMS[name] for name in FORMS.keys() & {*mark.args})
         of_row = any(getattr(row, name) for name in CLAUSES.intersection(mark.args))
-        if example not in mark.args and not of_form and not of_row:
+        if example not in mark.args and not of_row:
             return False
     named = part_of(item.path)
     if named in EXAMPLES and named != example:

@@ -1,6 +1,6 @@
-"""What each example promises: it learns, exactly, to ddp_spawn's bits; and the contract of those with longrun.py.
+"""What each example promises: it learns, exactly, to ddp_spawn's bits; and it survives what breaks.
 
-docs/maintaining.md has the contract. tests/test_plumbing_contract.py has that of the examples with plumbing/.
+docs/maintaining.md has the contract.
 """
 
 import os
@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from harness import edits, outputs, refusals, runs
-from harness.launchers import LAUNCHERS, NEW_FORM, PRINTED
+from harness.launchers import EXAMPLES, LAUNCHERS, PRINTED
 from harness.processes import wait_until
 from harness.runs import Reference
 from verify import checks
 
 EPOCHS = 5  # of a run with the default settings
-longrun = pytest.mark.only("longrun")
 
 
 @pytest.mark.runs("smoke")
@@ -78,14 +77,12 @@ def content(output: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in output.iterdir() if path.is_file()}
 
 
-@longrun
 @pytest.mark.runs("smoke")
 def test_killed_and_resumed(example: str, folder: Path, reference: Reference) -> None:
     """SIGKILL to all processes at a random moment, and --resume: the same bits, no row twice or missing."""
     runs.kill_and_resume(example, folder, reference, [runs.kill_all])
 
 
-@longrun
 @pytest.mark.runs("weekly")
 @pytest.mark.parametrize("repeat", range(5))
 def test_killed_ten_times(example: str, folder: Path, reference: Reference, repeat: int) -> None:
@@ -93,7 +90,6 @@ def test_killed_ten_times(example: str, folder: Path, reference: Reference, repe
     runs.kill_and_resume(example, folder, reference, [runs.kill_one, runs.kill_all])
 
 
-@longrun
 def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -> None:
     """The file OUTPUT/stop ends a run with status 0 and one line; --resume goes on there, to the same bits."""
     edits.hold_epochs(folder, LAUNCHERS[example])
@@ -110,7 +106,6 @@ def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -
     outputs.assert_same_run(folder / "output", reference.output)
 
 
-@longrun
 def test_finished_and_resumed(example: str, finished: Path, reference: Reference) -> None:
     """With --resume a finished run writes its model again; with more epochs and --lr 0 its weights stay as they are."""
     output = finished / "output"
@@ -128,7 +123,6 @@ def test_finished_and_resumed(example: str, finished: Path, reference: Reference
     assert outputs.largest_difference(before, after) == 0
 
 
-@longrun
 @pytest.mark.only("any_world_size")
 @pytest.mark.only("fp64")
 def test_another_number_of_processes(example: str, folder: Path, tmp_path: Path) -> None:
@@ -158,7 +152,6 @@ def test_another_number_of_processes(example: str, folder: Path, tmp_path: Path)
     assert outputs.largest_difference(*map(outputs.read_model, (output, alone))) < 1e-9
 
 
-@longrun
 def test_second_run_in_the_folder(example: str, folder: Path) -> None:
     """While a run writes to its --output-dir a second one is refused, even with --resume; the first continues.
 
@@ -193,7 +186,6 @@ def assert_last_line(run: runs.Run, status: int, *texts: str) -> None:
     assert not re.search(r'File ".*(train|longrun|sharded|data|models)\.py"', run.stderr) and not run.left, run.stderr
 
 
-@longrun
 def test_disk_full(example: str, folder: Path) -> None:
     """A checkpoint that the disk does not take ends the run with one line, and the checkpoint before it stays.
 
@@ -209,7 +201,6 @@ def test_disk_full(example: str, folder: Path) -> None:
     assert checkpoint.read_bytes() == before
 
 
-@longrun
 def test_loss_that_is_not_finite(example: str, folder: Path) -> None:
     """A run whose weights are no longer numbers ends with one line, and saves nothing after that."""
     runs.train(example, folder, 2, "--epochs", 1, "--limit-steps", 2)
@@ -224,7 +215,7 @@ def test_loss_that_is_not_finite(example: str, folder: Path) -> None:
 
 # How one process trains that no launcher has started.
 SPAWNED = "store = train.dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
-ALONE = {name: "train.main(train.parse_args())" for name in NEW_FORM}
+ALONE = {name: "train.main(train.parse_args())" for name in EXAMPLES}
 ALONE |= {"ddp_spawn": f"{SPAWNED}train.main(0, train.parse_args(), store.port)"}
 ALONE |= {"torchrun_vision": "__import__('runpy').run_path('train.py', run_name='__main__')"}
 WORDS = {"ddp_spawn": "--processes 1", "lightning": "--devices 1"}
@@ -266,7 +257,6 @@ OTHERS = {
 }
 
 
-@longrun
 def test_bad_input(example: str, finished: Path) -> None:
     """Bad arguments, input and checkpoints end a run with one line and status 2, and what is there stays as it is."""
     for name in ("cut", "dangling"):
@@ -287,7 +277,6 @@ def test_bad_input(example: str, finished: Path) -> None:
     assert (finished / "dangling" / checkpoint).is_symlink()
 
 
-@longrun
 def test_checkpoint_of_another_model_or_data(example: str, finished: Path) -> None:
     """A checkpoint of other weights, or of other data, is refused by all processes with one line, the last."""
     status, before = LAUNCHERS[example].status_after_bad_input, content(finished / "output")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness import copies, runs
-from harness.launchers import NEW_FORM, OLD_FORM, ROOT
+from harness.launchers import EXAMPLES, ROOT
 
 
 def python(text: str, folder: Path) -> runs.Run:
@@ -45,22 +45,21 @@ def test_kill_finds_every_process(tmp_path: Path) -> None:
 
 
 def test_sync(tmp_path: Path) -> None:
-    """`nox -s sync` names a changed, a missing and an extra file of each form, and --fix corrects them."""
-    for name in ("common", "longrun", "plumbing", "examples", "harness"):
+    """`nox -s sync` names a changed, a missing and an extra file, and --fix corrects them."""
+    for name in ("common", "longrun", "examples", "harness"):
         if (ROOT / name).exists():
             shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("output", "data", ".venv"))
     for name in ("noxfile.py", ".gitignore"):
         shutil.copy(ROOT / name, tmp_path)
     assert runs.nox(tmp_path, "-s", "sync").returncode == 0
-    old = tmp_path / "examples" / OLD_FORM[-1]
-    changed = [old / "plumbing" / "files.py", old / "common" / "data.py"]
-    for name in NEW_FORM:
-        files = [tmp_path / "examples" / name / file for file in ("longrun.py", "job.sh", "common/models.py")]
+    changed = []
+    for name in EXAMPLES:
+        files = [tmp_path / "examples" / name / file for file in ("longrun.py", "job.sh", "common/arrays.py")]
         changed += [file for file in files if file.exists()]  # fsdp has no common/
     for path in changed[:-1]:
         path.write_text("changed\n")
     changed[-1].unlink()
-    extra = old / "plumbing" / "extra.py"
+    extra = tmp_path / "examples" / "ddp_spawn" / "common" / "extra.py"
     extra.touch()
     wrong = {str(path.relative_to(tmp_path)) for path in [*changed, extra]}
     failed = runs.nox(tmp_path, "-s", "sync")

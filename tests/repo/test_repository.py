@@ -103,8 +103,7 @@ def test_hosted_is_careful(hosted: dict[str, Any]) -> None:
 ALONE = {
     "common": {"common"},
     "longrun": {"longrun"},
-    "plumbing": {"common"},
-    "examples": {"common", "longrun", "plumbing"},
+    "examples": {"common", "longrun"},
 }
 ALONE |= {
     "preflight": set(),
@@ -140,7 +139,7 @@ print("status", int(status), *sorted({"torch", "matplotlib", "PIL", "yaml"} & sy
 def test_collected_without_heavy_packages() -> None:
     """Each process of an example's tests reads all their files, which takes no PyTorch and no other large package.
 
-    The plumbing takes NumPy, which is imported in a tenth of a second.
+    longrun takes NumPy, which is imported in a tenth of a second.
     """
     words = [sys.executable, "-c", COLLECT]
     done = subprocess.run(words, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300)

@@ -144,7 +144,6 @@ def test_notebook(example: str, source: Path, lab: Lab, image: Path, tmp_path: P
     """JupyterLab in an environment on top of the image, as jupyter/README.md makes it: open to its owner only."""
     folder = tmp_path / "jupyter"
     shutil.copytree(ROOT / "jupyter", folder)
-    shutil.copytree(ROOT / "plumbing", tmp_path / "plumbing")
     (folder / "example.sif").symlink_to(image)
     # The lab, where an ordinary user can mount images, has no internet: the packages are fetched before.
     fetch = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:", "--python-version=3.11"]

@@ -1,9 +1,8 @@
-"""Every shipped run.slurm and minimal.slurm, unmodified, on a real SLURM; with plumbing/, what happens to jobs, too."""
+"""Every shipped run.slurm and minimal.slurm, unmodified, on a real SLURM."""
 
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,11 +14,8 @@ from harness.jobs import (
     Job,
     all_nodes,
     assert_completed,
-    assert_failed,
     held,
     hold,
-    kill_worker,
-    slowed,
     submit,
     two_processes,
 )
@@ -88,46 +84,6 @@ def test_minimal_job(
     assert rows[0]["world_size"] == LAUNCHERS[example].processes_in_job
     weights = outputs.read_model(folder), outputs.read_model(shipped_job().output)
     assert outputs.largest_difference(*weights) < 0.1  # of the same start; the order of sums may be another
-
-
-@pytest.mark.runs("one")
-@pytest.mark.only("plumbing")
-def test_stopped_and_killed(
-    example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]
-) -> None:
-    """Near its time limit, and preempted, a job starts again by itself and continues. SIGKILL to a worker: it fails.
-
-    Requeued, it continues, and ends with the same bits. A launcher that starts a dead worker again needs no requeue.
-    What is edited in the folder in between is not used.
-    """
-    job = submit(lab, example, slowed(source, tmp_path / example, "2"), options=two_processes(source))
-    stop_and_kill(job)
-    outputs.assert_same_run(job.output, two_process_job().output)
-
-
-def stop_and_kill(job: Job) -> None:
-    """Stop and requeue a job with plumbing/, its program edited, kill a worker after an epoch, and see it complete."""
-    recovers = LAUNCHERS[job.name].job_recovers
-    job.wait_for_epoch(1)
-    for pattern in ("*.py", "*.json", "common/*.py", "plumbing/*.py"):
-        for file in job.folder.glob(pattern):
-            file.write_text("raise SystemExit('the edited program')\n")
-    edits.end_after_handing_over(job.folder)
-    faults.timelimit(job.lab, job.id)
-    wait_for_progress(job, starts=2)
-    faults.requeue(job.lab, job.id)
-    wait_for_progress(job, starts=3)
-    assert job.shown["Restarts"] == "2"
-    since = time.time()
-    kill_worker(job)
-    if not recovers:
-        assert_failed(job, since)
-        faults.requeue(job.lab, job.id)
-    wait_for_progress(job, starts=4)
-    assert job.shown["Restarts"] == str(2 + (not recovers))
-    assert any(words in job.log for words in (["exitcode: -9"] if recovers else ["SIGKILL", "Killed"]))
-    assert_completed(job, EPOCHS, processes=2)
-    assert job.log.count(LAUNCHERS[job.name].first_line) == 4
 
 
 @pytest.mark.only(*HOROVOD)

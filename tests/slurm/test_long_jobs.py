@@ -31,7 +31,7 @@ from harness.launchers import LAUNCHERS, ROOT, copy_example
 from harness.processes import ASK_SLURM, seldom, wait_until
 from lab import Lab, Wanted, faults
 
-pytestmark = [pytest.mark.slurm, pytest.mark.only("longrun")]
+pytestmark = pytest.mark.slurm
 EDITED = "echo 'the edited program'\nexit 3\n"
 
 

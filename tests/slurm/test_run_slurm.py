@@ -31,7 +31,6 @@ from lab import Lab, faults
 pytestmark = pytest.mark.slurm
 
 
-@pytest.mark.only("longrun")
 def test_job_array(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """In an array of 3 one task is requeued near its time limit: the finished and the running one are left alone."""
     array_of_three(lab, stub(source, tmp_path / example))
@@ -220,7 +219,6 @@ REFUSED = {  # the example, its script, what is changed in it, options of sbatch
 }
 
 
-@pytest.mark.only("longrun")
 def test_refused(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A job that cannot work as it was submitted ends at once with one line, before any process starts."""
     jobs: list[tuple[Job, Sequence[str]]] = []

@@ -1,1 +1,0 @@
-"""Models and data sets. In your own project this folder is yours to edit."""
