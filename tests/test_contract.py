@@ -242,7 +242,7 @@ CONVNET = {  # and of those that train the ConvNet
 }
 LORA = {
     "--model-dir none --output-dir new": ["--model-dir none has no config.json", "make_model.py"],
-    "--batch-size 301 --output-dir new": ["--text-file text.txt: 129 samples are too few"],
+    "--batch-size 301 --output-dir new": ["--text-file text.txt", "samples are too few"],
     "--context 257 --output-dir new": ["--context 257", "256 tokens"],
 }
 VISION = {
