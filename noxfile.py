@@ -132,15 +132,6 @@ def weekly(session: nox.Session, example: str) -> None:
 
 
 @nox.session
-@every_example
-def gpu(session: nox.Session, example: str) -> None:
-    """Train each example on this machine's GPUs, resume it, and compare it with a run on the CPU (NVIDIA only)."""
-    if not shutil.which("nvidia-smi"):
-        session.skip("there is no nvidia-smi: it needs a machine with NVIDIA GPUs")
-    run_tests(session, example, "gpu")
-
-
-@nox.session
 def verify(session: nox.Session) -> None:
     """Check a copy of an example from outside: `nox -s verify -- examples/ddp_spawn`; see verify/README.md."""
     folder = next((Path(word).resolve() for word in session.posargs if Path(word).is_dir()), None)
@@ -167,7 +158,6 @@ def measure(session: nox.Session, *arguments: str) -> None:
     for example in EXAMPLES:
         if LAUNCHERS[example].pytorch:
             install(session, ROOT / "examples" / example)
-    session.install("-r", "tests/requirements.txt", "-r", "benchmarks/requirements.txt")
     session.run("python", "-m", *arguments)
 
 
@@ -180,15 +170,16 @@ def compare(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure every example against a bare loop, on an idle machine (`-- --peers`: against public scripts)."""
-    arguments = [word for word in session.posargs if word != "--peers"]
-    if "--peers" not in session.posargs:
-        measure(session, "benchmarks.measure", "throughput", *arguments)
-        return
-    session.install("-r", "benchmarks/requirements-peers.txt")
-    alone = [name for name in EXAMPLES if not LAUNCHERS[name].pytorch]
-    venvs = [f"--venv={name}={sessions.own_environment(session, name)}" for name in alone]
-    measure(session, "benchmarks.peers", *venvs, *arguments)
+    """Measure every example against a bare loop, on an idle machine: results/throughput.*."""
+    measure(session, "benchmarks.measure", "throughput", *session.posargs)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Try and measure the examples on this machine's GPUs, in nine minutes: results/on_gpu/on_gpu.md (NVIDIA only)."""
+    if not shutil.which("nvidia-smi"):
+        session.skip("there is no nvidia-smi: it needs a machine with NVIDIA GPUs")
+    measure(session, "benchmarks.on_gpu", *session.posargs)
 
 
 @nox.session(python=False)

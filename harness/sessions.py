@@ -44,14 +44,13 @@ class Kind(NamedTuple):
 KINDS = {
     "smoke": Kind("smoke", ["tests/test_contract.py", "tests/test_minimal.py"], "requirements-smoke.txt", 1),
     "checks": Kind(
-        "not smoke and not slurm and not weekly and not gpu",
+        "not smoke and not slurm and not weekly",
         ["--ignore=tests/slurm", "tests"],
         "requirements-checks.txt",
         at_once(),
     ),
     "slurm": Kind("slurm and not weekly", ["tests/slurm"], "requirements-checks.txt", at_once()),
-    "weekly": Kind("weekly and not gpu", ["tests"], "requirements.txt", max(2, 2 * at_once() // 3)),
-    "gpu": Kind("gpu", ["tests/test_gpu.py"], "requirements-checks.txt", 1),
+    "weekly": Kind("weekly", ["tests"], "requirements.txt", max(2, 2 * at_once() // 3)),
     "repo": Kind("repo and not weekly", [], "requirements.txt", at_once()),
     "repo --weekly": Kind("repo and weekly", [], "requirements.txt", at_once()),
 }
@@ -142,20 +141,6 @@ def other_release(session: "nox.Session", folder: Path) -> list[str]:
     pins = re.sub(r"^torchvision==\S+", f"torchvision=={releases()[release]}", pins, flags=re.MULTILINE)
     (folder / "requirements.txt").write_text(pins)
     return arguments[:at] + arguments[at + 2 :]
-
-
-def own_environment(session: "nox.Session", example: str) -> Path:
-    """Make an environment, once, for an example that cannot share one with the others; return its folder."""
-    folder = Path(session.virtualenv.location).resolve().with_name(f"bench-{example}")
-    source = ROOT / "examples" / example
-    if not (folder / "made").exists():
-        session.run("python", "-m", "venv", "--clear", str(folder))
-        session.run(f"{folder}/bin/pip", "install", "-q", "-r", f"{source}/requirements.txt", external=True)
-        # By `env`, since nox puts the session's own environment before a PATH that it is given.
-        path = (f"PATH={folder}/bin:{os.environ['PATH']}", f"VIRTUAL_ENV={folder}")
-        session.run("env", *path, "bash", f"{source}/install.sh", external=True)
-        (folder / "made").touch()
-    return folder
 
 
 def shell_scripts() -> list[str]:

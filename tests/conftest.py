@@ -34,7 +34,6 @@ PERMITTED_SKIPS = (
     r"cgroup-v[12]: ",  # a machine has one of them, and the lab's other ways to track processes work everywhere
     r"needs (Apptainer|an ordinary user .*): ",  # weekly: test_other_slurm.py runs these tests in a Debian that has it
     r"this machine has Apptainer: ",  # and this is what that says otherwise
-    r"needs a GPU: ",
     r"the fake GPUs know PyTorch ",  # and `-- --torch` takes another
     r"UV_TORCH_BACKEND=\w+: ",  # a build of PyTorch without CUDA that was asked for, not one that came by mistake
     r"this SLURM is packaged without its PMIx plugin",  # weekly: one of the other Debians
@@ -139,7 +138,7 @@ def session_of(item: pytest.Item) -> str:
     """Return the session of nox that runs a test, as one letter: see `matrix`."""
     if item.get_closest_marker("repo"):
         return "W" if item.get_closest_marker("weekly") else "r"
-    for mark, letter in (("gpu", "G"), ("weekly", "w"), ("slurm", "J"), ("smoke", "s")):
+    for mark, letter in (("weekly", "w"), ("slurm", "J"), ("smoke", "s")):
         if item.get_closest_marker(mark):
             return letter
     return "c"
@@ -153,7 +152,7 @@ def matrix(items: list[pytest.Item]) -> str:
         name = f"{item.path.relative_to(ROOT / 'tests')}::{item.originalname}"
         rows.setdefault(name, {}).setdefault(example, set()).add(session_of(item))
     columns = [*EXAMPLES, "repo"]
-    legend = "s: smoke   c: checks   J: slurm, a job   w: weekly   G: gpu   r: repo   W: repo -- --weekly"
+    legend = "s: smoke   c: checks   J: slurm, a job   w: weekly   r: repo   W: repo -- --weekly"
     lines = ["", f"{legend}   cw: some of its parameters each", ""]
     lines += [f"{'|  ' * number}{name}" for number, name in enumerate(columns)]
     for name, cells in rows.items():

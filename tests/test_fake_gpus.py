@@ -99,14 +99,13 @@ def test_same_as_on_the_cpu(example: str, folder: Path, reference: Reference, bu
 
 
 @pytest.mark.runs("weekly")
-@pytest.mark.timeout(3000)
-def test_tests_of_real_gpus(example: str, built: Path, shipped: Path) -> None:
-    """What test_gpu.py asks of real GPUs holds here, too, as far as it can: so those tests themselves work."""
-    words = ["-m", "pytest", "-q", "-m", "gpu", f"--example={example}", f"--folder={shipped}", "tests/test_gpu.py"]
-    environment = os.environ | {"FAKE_GPUS_FOLDER": str(built.parent)}
-    words = [sys.executable, *words, "-p", "no:xdist"]
-    done = finish(words, 2900, cwd=ROOT, env=environment)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout
+@pytest.mark.timeout(1500)
+def test_on_gpu(example: str, built: Path, tmp_path: Path) -> None:
+    """What benchmarks/on_gpu.py asks of real GPUs holds here, too: so its lines for GPUs are executed."""
+    words = ["--examples", example, "--rows", "default", "killed", "bf16", "modes", "--minutes", "20"]
+    words = [sys.executable, "-m", "benchmarks.on_gpu", *words, "--output", str(tmp_path)]
+    done = finish(words, 1400, cwd=ROOT, env=os.environ | fake_gpus.environment(built, tmp_path / "record"))
+    assert done.returncode == 0 and f"ok        {example} default" in done.stdout, done.stdout + done.stderr
 
 
 REFUSED = {
