@@ -17,6 +17,7 @@ import nox  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # where `nox` itself does not look for modules
+import lab  # noqa: E402
 from harness import copies, sessions  # noqa: E402
 from harness.launchers import EXAMPLES, HOROVOD, LAUNCHERS, copy_example  # noqa: E402
 
@@ -51,6 +52,8 @@ def run_tests(session: nox.Session, example: str, kind: str) -> None:
     """Copy an example out of the repository, install it there, and run its tests of a kind."""
     if sys.platform != "linux":
         session.error("the tests find the processes of a run in /proc, so they need Linux; `train` does not")
+    if kind == "slurm" and (reason := lab.why_not()):
+        session.skip(reason)
     with tempfile.TemporaryDirectory(prefix=f"{example}-") as temporary:
         folder = copy_example(ROOT / "examples" / example, Path(temporary, example))
         arguments = sessions.other_release(session, folder)
@@ -88,11 +91,10 @@ def train(session: nox.Session) -> None:
     install(session, folder)
     if "--resume" not in arguments:
         shutil.rmtree(folder / "output" / "nox", ignore_errors=True)  # its own: the others are of SLURM jobs
-    launcher = LAUNCHERS[example]
     session.chdir(folder)
-    if launcher.prepare:
-        session.run(*launcher.prepare.split())
-    session.run(*launcher.command(2), "--output-dir", "output/nox", *arguments)
+    if LAUNCHERS[example].prepare:
+        session.run(*LAUNCHERS[example].prepare.split())
+    session.run(*LAUNCHERS[example].command(2), "--output-dir", "output/nox", *arguments)
 
 
 @nox.session
@@ -117,10 +119,6 @@ def checks(session: nox.Session, example: str) -> None:
 @every_example
 def slurm(session: nox.Session, example: str) -> None:
     """Start a SLURM of two nodes on this machine and submit each example's run.slurm, unmodified (needs root)."""
-    from lab import why_not
-
-    if reason := why_not():
-        session.skip(reason)
     run_tests(session, example, "slurm")
 
 
@@ -143,43 +141,20 @@ def verify(session: nox.Session) -> None:
 
 @nox.session
 def repo(session: nox.Session) -> None:
-    """Run the tests of what belongs to no example (`-- --weekly`: the long; `-- --matrix`: print what runs where)."""
+    """Run the tests of what belongs to no example (`-- --weekly`: the long ones)."""
     install(session, ROOT / "examples" / "ddp_spawn")
-    if "--matrix" in session.posargs:
-        session.install("-r", "tests/requirements.txt")
-        session.run("pytest", "--collect-only", "--quiet", *session.posargs, success_codes=[0, 5])
-        return
-    kind = "repo --weekly" if "--weekly" in session.posargs else "repo"
-    pytest(session, kind, *[word for word in session.posargs if word != "--weekly"])
-
-
-def measure(session: nox.Session, *arguments: str) -> None:
-    """Install what all examples of PyTorch need together, and run a module of benchmarks/."""
-    for example in EXAMPLES:
-        if LAUNCHERS[example].pytorch:
-            install(session, ROOT / "examples" / example)
-    session.run("python", "-m", *arguments)
-
-
-@nox.session
-def compare(session: nox.Session) -> None:
-    """Train with every example and compare weights, losses and costs: results/local.* (`-- --slurm`: job.*)."""
-    arguments = [word for word in session.posargs if word != "--slurm"]
-    measure(session, "benchmarks.measure", "job" if "--slurm" in session.posargs else "local", *arguments)
+    weekly = "--weekly" in session.posargs
+    arguments = [word for word in session.posargs if word != "--weekly"]
+    pytest(session, "repo --weekly" if weekly else "repo", *arguments)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure every example against a bare loop, on an idle machine: results/throughput.*."""
-    measure(session, "benchmarks.measure", "throughput", *session.posargs)
-
-
-@nox.session
-def gpu(session: nox.Session) -> None:
-    """Try and measure the examples on this machine's GPUs, in nine minutes: results/on_gpu/on_gpu.md (NVIDIA only)."""
-    if not shutil.which("nvidia-smi"):
-        session.skip("there is no nvidia-smi: it needs a machine with NVIDIA GPUs")
-    measure(session, "benchmarks.on_gpu", *session.posargs)
+    """Measure all examples of PyTorch: `-- throughput`, `-- local` or, as root, `-- job` (benchmarks/measure.py)."""
+    for example in EXAMPLES:
+        if LAUNCHERS[example].pytorch:
+            install(session, ROOT / "examples" / example)
+    session.run("python", "-m", "benchmarks.measure", *(session.posargs or ["throughput"]))
 
 
 @nox.session(python=False)
@@ -188,10 +163,8 @@ def sync(session: nox.Session) -> None:
     if "--fix" in session.posargs:
         copies.fix(ROOT)
     if wrong := copies.differences(ROOT):
-        session.error(
-            f"differs: {', '.join(wrong)}. Edit the top-level common/ or longrun/, or the file in the first "
-            "example of the same framework, then: nox -s sync -- --fix"
-        )
+        where = "Edit the top-level common/ or longrun/, or the file in the first example of the same framework"
+        session.error(f"differs: {', '.join(wrong)}. {where}, then: nox -s sync -- --fix")
 
 
 @nox.session

@@ -44,7 +44,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--example", action="append", choices=EXAMPLES, help="test this example only (repeatable)")
     parser.addoption("--folder", type=Path, help="where a copy of the one example lies (default: this repository)")
     parser.addoption("--references", type=Path, help="the folder where harness.reference has left reference runs")
-    parser.addoption("--matrix", action="store_true", help="run nothing: print which session runs what")
 
 
 def part_of(path: Path) -> str:
@@ -117,9 +116,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not of_example:
             item.add_marker("repo")
     items[:] = sorted(chosen, key=lambda item: not item.get_closest_marker("waits"))
-    if config.getoption("matrix"):
-        print(matrix(items))
-        items.clear()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -132,33 +128,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
             report.outcome = "failed"
             report.longrepr = f"{reason}: CI permits no such skip, see PERMITTED_SKIPS in tests/conftest.py"
     return report
-
-
-def session_of(item: pytest.Item) -> str:
-    """Return the session of nox that runs a test, as one letter: see `matrix`."""
-    if item.get_closest_marker("repo"):
-        return "W" if item.get_closest_marker("weekly") else "r"
-    for mark, letter in (("weekly", "w"), ("slurm", "J"), ("smoke", "s")):
-        if item.get_closest_marker(mark):
-            return letter
-    return "c"
-
-
-def matrix(items: list[pytest.Item]) -> str:
-    """Return a table of all tests and examples, with a letter for the session that runs each."""
-    rows: dict[str, dict[str, set[str]]] = {}
-    for item in items:
-        example = item.callspec.params["example"] if "example" in item.fixturenames else "repo"
-        name = f"{item.path.relative_to(ROOT / 'tests')}::{item.originalname}"
-        rows.setdefault(name, {}).setdefault(example, set()).add(session_of(item))
-    columns = [*EXAMPLES, "repo"]
-    legend = "s: smoke   c: checks   J: slurm, a job   w: weekly   r: repo   W: repo -- --weekly"
-    lines = ["", f"{legend}   cw: some of its parameters each", ""]
-    lines += [f"{'|  ' * number}{name}" for number, name in enumerate(columns)]
-    for name, cells in rows.items():
-        letters = ["".join(sorted(cells.get(column, "."))) for column in columns]
-        lines.append(f"{' '.join(f'{letter:2}' for letter in letters)}  {name}")
-    return "\n".join(lines)
 
 
 @pytest.fixture(scope="session")
