@@ -310,10 +310,14 @@ def test_checkpoint_of_another_model_or_data(example: str, finished: Path) -> No
 
 @pytest.mark.only("deepspeed", "fsdp", "horovod_cpu", "lightning", "lora")
 def test_rows_of_verify(example: str, folder: Path) -> None:
-    """Three rows of verify find nothing; tests/test_faults.py has all rows, for ddp_spawn and torchrun_multinode."""
+    """Three rows of verify find nothing; tests/test_faults.py has all rows, for ddp_spawn and torchrun_multinode.
+
+    Weights that are divided cannot be compared.
+    """
     rows = ["samples", "weights", "checkpoint"]
     found = list(checks.check(folder, rows, LAUNCHERS[example].local))
-    assert [(name, verdict) for name, verdict, _ in found] == [(name, "ok") for name in rows], found
+    expected = {name: "ok" for name in rows} | ({"weights": "not checked"} if example == "fsdp" else {})
+    assert {name: verdict for name, verdict, _ in found} == expected, found
 
 
 @pytest.mark.only("torchrun_multinode")
