@@ -286,22 +286,19 @@ def run_script(bench: Bench, figure: Figure, script: gpu_peers.Script, limit: fl
 
 
 def preflight(bench: Bench) -> Step:
-    """Run preflight as a job of one node would, with a SLURM that is none: it only asks it for the node's name."""
-    kept = ("gpus", "wheel", "python", "limits", "reduce", "sizes")
+    """Run preflight as a job of one node would, without SLURM."""
+    kept = ("python", "gpus", "reduce")
 
     def run(limit: float) -> list[Row]:
         folder = Path(shutil.copytree(ROOT / "preflight", bench.programs / "preflight"))
-        (folder / "scontrol").write_text('#!/bin/sh\necho "$3"\n')
-        (folder / "scontrol").chmod(0o755)
         tasks, node = bench.processes, "localhost"
         job = {"JOB_ID": 4321, "STEP_ID": 0, "JOB_NODELIST": node, "STEP_NUM_TASKS": tasks, "GPUS_ON_NODE": bench.gpus}
-        job |= {"CPUS_PER_TASK": max(1, bench.cores // tasks), "STEP_TASKS_PER_NODE": tasks}
-        job |= {"LAUNCH_NODE_IPADDR": "127.0.0.1"}
+        job |= {"STEP_TASKS_PER_NODE": tasks, "LAUNCH_NODE_IPADDR": "127.0.0.1", "JOB_NUM_NODES": 1}
         variables = {f"SLURM_{name}": str(value) for name, value in job.items()}
-        variables |= {"SLURMD_NODENAME": node, "PREFLIGHT_TOKEN": os.urandom(16).hex()}
-        variables["PATH"] = f"{folder}:{bench.variables['PATH']}"
-        start = "for rank in $(seq 0 $(($1 - 1))); do SLURM_PROCID=$rank SLURM_LOCALID=$rank python preflight.py & done"
-        words = ["bash", "-c", f"{start}; wait", "bash", tasks]
+        variables["SLURMD_NODENAME"] = node
+        start = f"SLURM_PROCID=$rank SLURM_LOCALID=$rank python preflight.py $what {node} &"
+        start = f"for rank in $(seq 0 $(($1 - 1))); do {start} done; wait"
+        words = ["bash", "-c", f"for what in nodes torch; do {start}; done | python verdict.py {node}", "bash", tasks]
         log = bench.out / "preflight.log"
         done = gpu_steps.run(words, folder, log, limit, bench.variables | variables)
         said = {}
@@ -313,7 +310,7 @@ def preflight(bench: Bench) -> Step:
             raise RuntimeError(done.why())
         rows: list[Row] = [{"name": "preflight", "state": MEASURED, **said}]
         if bench.gpus > 1:
-            rows.append({"name": "NCCL all-reduce", "state": MEASURED, "text": said["sizes"]})
+            rows.append({"name": "NCCL all-reduce", "state": MEASURED, "text": said["reduce"]})
         else:
             why = f"there is {'one' if bench.gpus else 'no'} GPU, and it takes two"
             rows.append({"name": "NCCL all-reduce", "state": LEFT_OUT, "reason": why})

@@ -136,7 +136,7 @@ def others(rows: Sequence[Row]) -> list[str]:
     texts = []
     for row in rows:
         if row["name"] == "preflight" and row["state"] == MEASURED:
-            names = [name for name in ("gpus", "wheel", "reduce", "sizes") if name in row]
+            names = [name for name in ("gpus", "reduce") if name in row]
             texts.append(wrap(f"preflight: {'; '.join(f'{name}: {row[name]}' for name in names)}."))
         if "kernels" in row:
             idle = f", no kernel in {row['idle_share']:.1%} of it" if "idle_share" in row else ""
