@@ -46,7 +46,7 @@ def test_kill_finds_every_process(tmp_path: Path) -> None:
 
 def test_sync(tmp_path: Path) -> None:
     """`nox -s sync` names a changed, a missing and an extra file, and --fix corrects them."""
-    for name in ("common", "longrun", "examples", "harness"):
+    for name in ("common", "longrun", "examples", "harness", "lab"):
         if (ROOT / name).exists():
             shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("output", "data", ".venv"))
     for name in ("noxfile.py", ".gitignore"):
