@@ -25,12 +25,12 @@ file="${1:+$(realpath "$1")}"
 [[ ! "$file" || (-f "$file" && ("$file" == *.whl || "$file" == */horovod-$version.tar.gz)) ]] ||
     fail "$1 is neither Horovod's source, horovod-$version.tar.gz, nor a wheel"
 python="$(command -v python)" || fail "there is no python: activate the environment first (source .venv/bin/activate)"
-"$python" -m pip --version >/dev/null 2>&1 || fail "$python has no pip: python -m ensurepip, or uv pip install pip"
 key="$("$python" -c 'import importlib, sys, sysconfig
 import cffi, cloudpickle, packaging, psutil, yaml
 found = importlib.import_module(sys.argv[1]).__version__
 print(f"{sys.argv[1]}{found}-py%d.%d-{sysconfig.get_platform()}" % sys.version_info[:2])' "$framework" 2>&1)" ||
     fail "$framework or another requirement is missing (${key##*$'\n'}): pip install -r requirements.txt"
+"$python" -m pip --version >/dev/null 2>&1 || fail "$python has no pip: python -m ensurepip, or uv pip install pip"
 key="${key##*$'\n'}" mpi=gloo-only
 if [[ ! "${HOROVOD_WITHOUT_MPI:-}" ]] && echo '#include <mpi.h>' | mpicxx -x c++ -fsyntax-only - 2>/dev/null; then
     mpi="$(mpirun --version 2>/dev/null | head -n 1 | tr -cs 'A-Za-z0-9.\n' '_')"
@@ -67,7 +67,7 @@ build() {
     if ! { "$python" -m pip install --quiet "${from[@]}" --target "$work/tools" "${tools[@]}" &&
         "$python" -m pip download --quiet "${from[@]}" --no-deps --no-binary :all: --no-build-isolation \
             --require-hashes --dest "$work" --requirement "$work/source.txt"; }; then
-        fail "the download failed, see above. Run this where there is internet, or there, for install.sh FILE:" \
+        fail "the download failed, see above: run this on a machine with internet (a login node), or there, for FILE:" \
             "pip download --no-deps --dest FOLDER horovod==$version ${tools[*]}"
     fi
     tar -xzf "$work/horovod-$version.tar.gz" -C "$work"
