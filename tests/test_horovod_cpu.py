@@ -48,7 +48,7 @@ import sysconfig
 real = sysconfig.get_path
 sysconfig.get_path = lambda name, *more, **others: "/none" if name == "include" else real(name, *more, **others)
 """
-TOOLS = "bash sh env cat basename grep head tr mkdir mktemp mv cp rm sed tail tar gzip nproc uname"
+TOOLS = "bash sh env cat basename dirname grep head tr mkdir mktemp mv cp rm sed tail tar gzip nproc uname"
 
 
 @pytest.mark.parametrize(

@@ -26,14 +26,14 @@ file="${1:+$(realpath "$1")}"
 [[ ! "$file" || (-f "$file" && ("$file" == *.whl || "$file" == */horovod-$version.tar.gz)) ]] ||
     fail "$1 is neither Horovod's source, horovod-$version.tar.gz, nor a wheel"
 python="$(command -v python)" || fail "there is no python: source .venv/bin/activate"
-"$python" -m pip --version >/dev/null 2>&1 ||
-    fail "$python has no pip: python -m ensurepip, or uv pip install pip"
 key="$("$python" -c 'import importlib, sys, sysconfig
 import cffi, cloudpickle, packaging, psutil, yaml
 found = importlib.import_module(sys.argv[1]).__version__
 where = sysconfig.get_platform()
 print(f"{sys.argv[1]}{found}-py%d.%d-{where}" % sys.version_info[:2])' "$framework" 2>&1)" ||
     fail "a requirement is missing (${key##*$'\n'}): pip install -r requirements.txt"
+"$python" -m pip --version >/dev/null 2>&1 ||
+    fail "$python has no pip: python -m ensurepip, or uv pip install pip"
 key="${key##*$'\n'}" mpi=gloo-only
 if [[ ! "${HOROVOD_WITHOUT_MPI:-}" ]] &&
     echo '#include <mpi.h>' | mpicxx -x c++ -fsyntax-only - 2>/dev/null; then
@@ -74,7 +74,7 @@ build() {
         "$python" -m pip download --quiet "${from[@]}" --no-deps --no-binary :all: \
             --no-build-isolation --require-hashes --dest "$work" \
             --requirement "$work/source.txt"; }; then
-        fail "the download failed, see above. Run this where there is internet, or there, for" \
+        fail "the download failed, see above: run this on a login node, or there, for" \
             "install.sh FILE: pip download --no-deps --dest FOLDER horovod==$version ${tools[*]}"
     fi
     tar -xzf "$work/horovod-$version.tar.gz" -C "$work"
