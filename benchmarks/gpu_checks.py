@@ -178,8 +178,6 @@ def tests(bench: Bench) -> Step:
             words += [f"--basetemp={bench.programs / f'tests-{example}'}"]
             words += ["-n", "2"] if len(slots) > 1 and len(mine) > 2 else ["-p", "no:xdist"]
             variables = bench.variables | {"TEST_REPORT": str(report)}
-            if "FAKE_GPUS" in os.environ:  # then test_gpu.py knows these GPUs
-                variables["FAKE_GPUS_FOLDER"] = os.environ["FAKE_GPUS_FOLDER"]
             log = bench.out / f"tests-{example}.log"
             done = gpu_steps.run(words, ROOT, log, until - time.monotonic() - 3, variables, mine)
             return row_of_tests(example, report, done)
@@ -351,8 +349,6 @@ def profiles(bench: Bench) -> list[Step]:
 
 def profile(bench: Bench, figure: Figure, limit: float) -> Row:
     """Profile a few steps of a figure; return its most expensive kernels."""
-    if "FAKE_GPUS" in bench.variables:
-        raise LeftOut("the fake GPUs have no kernels")
     if reason := bench.why_not(figure):
         raise LeftOut(reason)
     folder = copy_example(ROOT / "examples" / figure.example, bench.work / "runs" / f"profile-{figure.group}")

@@ -219,8 +219,6 @@ class Bench:
 
     def why_no_script(self, figure: Figure) -> str:
         """Return why a public script cannot run here with what a figure trains with, or nothing."""
-        if "--compile" in figure.words and "FAKE_GPUS" in self.variables:
-            return "the fake GPUs compile nothing"
         needed = {"vision": "jpeg", "lora": "model", "small": "data"}.get(figure.group)
         if needed and not (self.work / needed).exists():
             return f"its data were not made: see the row prepare ({needed})"

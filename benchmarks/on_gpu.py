@@ -93,8 +93,6 @@ def make_bench(args: argparse.Namespace, work: Path, programs: Path) -> Bench:
     if args.wheels:
         packages = install(args.wheels, programs / "packages")
         variables["PYTHONPATH"] = ":".join(filter(None, [str(packages), os.environ.get("PYTHONPATH", "")]))
-    if "FAKE_GPUS" in os.environ:
-        variables["FAKE_GPUS"] = os.environ["FAKE_GPUS"]
     return Bench(
         out=args.out,
         work=work,

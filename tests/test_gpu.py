@@ -1,8 +1,4 @@
-"""On the GPUs of this machine, over NCCL: each example that uses GPUs keeps its promises there. For `nox -s gpu`.
-
-With FAKE_GPUS_FOLDER=FOLDER in the environment they run on two fake GPUs, built in that folder: so test_fake_gpus.py
-knows that these tests themselves work.
-"""
+"""On the GPUs of this machine, over NCCL: each example that uses GPUs keeps its promises there. For `nox -s gpu`."""
 
 import importlib
 import json
@@ -13,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-import fake_gpus
 from harness import outputs, runs
 from harness.launchers import LAUNCHERS, copy_example
 from harness.runs import Reference
 
 # As PyTorch counts them, for whose import there is no reason where there are none.
-FAKE = os.environ.get("FAKE_GPUS_FOLDER")
-COUNT = importlib.import_module("torch").cuda.device_count() if shutil.which("nvidia-smi") else 2 * bool(FAKE)
+COUNT = importlib.import_module("torch").cuda.device_count() if shutil.which("nvidia-smi") else 0
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.only("gpus"),
@@ -28,9 +22,6 @@ pytestmark = [
 ]
 GIVEN = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(COUNT)))  # a job may have names of slices
 VISIBLE = {"CUDA_VISIBLE_DEVICES": GIVEN}  # by default the tests hide them
-if FAKE:
-    VISIBLE = fake_gpus.environment(fake_gpus.build(Path(FAKE)), Path(FAKE) / "record")
-real = pytest.mark.skipif(bool(FAKE), reason="needs a GPU: fake ones have no driver to ask, and no kernels")
 
 
 def train(example: str, folder: Path, *arguments: object, **environment: str) -> Reference:
@@ -41,7 +32,7 @@ def train(example: str, folder: Path, *arguments: object, **environment: str) ->
     assert all(process["gpu_mb"] > 0 for process in used)
     import torch
 
-    name = "fake GPU" if FAKE else torch.cuda.get_device_name(0)
+    name = torch.cuda.get_device_name(0)
     print(f"{example} {' '.join(map(str, arguments))}: {name} x {COUNT}")
     print(*used, outputs.read_metrics(folder / "output")[-1], sep="\n")
     return Reference(folder / "output", run.stdout)
@@ -136,7 +127,6 @@ def test_dead_rank(example: str, folder: Path) -> None:
     runs.kill_one(example, run)
 
 
-@real
 @pytest.mark.skipif(COUNT < 2, reason="needs a GPU: two of them")
 def test_no_context_on_another_gpu(example: str, folder: Path) -> None:
     """Each process uses one GPU: a context on another one takes some 400 MB there, and none in exclusive mode.

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import fake_gpus
 from benchmarks import gpu_checks, gpu_figures, gpu_peers, gpu_steps, gpu_table, on_gpu
 from benchmarks.gpu_steps import FAILED, LEFT_OUT, MEASURED, Results, Step
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
@@ -215,19 +214,3 @@ def marked(folder: Path) -> list[int]:
         if gpu_steps.MARKER in text and str(folder) in text:
             found.append(int(path.name))
     return found
-
-
-@pytest.mark.runs("weekly")
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif(bool(fake_gpus.why_not()), reason=fake_gpus.why_not())
-def test_on_fake_gpus(tmp_path: Path) -> None:
-    """Two fake GPUs are found and used; what these cannot do, torch.compile, is left out by name."""
-    variables = fake_gpus.environment(fake_gpus.build(tmp_path), tmp_path / "record")
-    words = [sys.executable, "-m", "benchmarks.on_gpu", "--out", str(tmp_path / "out"), "--tiny", "--minutes", "20"]
-    words += ["--only", "fsdp", "vision", "small", "lora", "preflight"]
-    finish(words, 1700, cwd=ROOT, env=os.environ | variables)
-    left = unfilled(tmp_path / "out")
-    left = {name: reason for name, reason in left.items() if "the fake GPUs compile nothing" not in reason}
-    assert left == {"power": "there is no nvidia-smi"}
-    rows = {row["name"]: row for row in gpu_table.load([tmp_path / "out"])[1]}
-    assert rows["sanity"]["gpus"] == 2 and rows["ddp_spawn ConvNet bf16"]["torch_mb"] > 0
