@@ -76,8 +76,7 @@ def can_have_cpu_build(uv: str, pin: str) -> bool:
 def build_of_torch(uv: str, requirements: Path) -> tuple[dict[str, str], str]:
     """Return the variable with which uv takes PyTorch's build for CPUs, where that will do, and which build it is.
 
-    That one is a tenth of the download. On Linux, PyPI has the build for CUDA, which the fake GPUs need; elsewhere it
-    has the one for CPUs.
+    That one is a tenth of the download. On Linux, PyPI has the build for CUDA; elsewhere it has the one for CPUs.
     """
     if sys.platform != "linux":
         return {}, "PyPI's build, which is for CPUs on this system"
@@ -85,8 +84,6 @@ def build_of_torch(uv: str, requirements: Path) -> tuple[dict[str, str], str]:
         return {}, f"the build that UV_TORCH_BACKEND={backend} names"
     if shutil.which("nvidia-smi"):
         return {}, "PyPI's build for CUDA, since there is an NVIDIA driver"
-    if in_ci():
-        return {}, "PyPI's build for CUDA, since CI=true is set and the fake GPUs need it"
     if not uv:
         return {}, "PyPI's build for CUDA, since uv does not install it"
     pin = re.search(r"^torch==\S+", requirements.read_text(), re.MULTILINE)[0]

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 pytest.register_assert_rewrite("harness")  # so that an assertion that fails there, too, shows its values
-import fake_gpus  # noqa: E402
 from harness import runs  # noqa: E402
 from harness.jobs import CPUS, GPUS, NODES, cancel_left, on_this_machine_only  # noqa: E402
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, Launcher, copy_example  # noqa: E402
@@ -34,8 +33,6 @@ PERMITTED_SKIPS = (
     r"cgroup-v[12]: ",  # a machine has one of them, and the lab's other ways to track processes work everywhere
     r"needs (Apptainer|an ordinary user .*): ",  # weekly: test_other_slurm.py runs these tests in a Debian that has it
     r"this machine has Apptainer: ",  # and this is what that says otherwise
-    r"the fake GPUs know PyTorch ",  # and `-- --torch` takes another
-    r"UV_TORCH_BACKEND=\w+: ",  # a build of PyTorch without CUDA that was asked for, not one that came by mistake
     r"this SLURM is packaged without its PMIx plugin",  # weekly: one of the other Debians
 )
 
@@ -201,13 +198,6 @@ def no_run_left() -> Iterator[None]:
 def kept(pytestconfig: pytest.Config, session_folder: Path) -> Path:
     """The folder of the reference runs: `nox -s smoke` makes them before the tests, each once for all examples."""
     return pytestconfig.getoption("references") or session_folder
-
-
-@pytest.fixture(scope="session")
-def built(kept: Path) -> Path:
-    """The fake GPUs, compiled once for all examples."""
-    with runs.locked(kept / "fake-gpus.lock"):
-        return fake_gpus.build(kept)
 
 
 @pytest.fixture(scope="session")
