@@ -141,11 +141,9 @@ def verify(session: nox.Session) -> None:
 
 @nox.session
 def repo(session: nox.Session) -> None:
-    """Run the tests of what belongs to no example (`-- --weekly`: the long ones)."""
+    """Run the tests of what belongs to no example (`-- -m "repo and weekly"`: the long ones)."""
     install(session, ROOT / "examples" / "ddp_spawn")
-    weekly = "--weekly" in session.posargs
-    arguments = [word for word in session.posargs if word != "--weekly"]
-    pytest(session, "repo --weekly" if weekly else "repo", *arguments)
+    pytest(session, "repo", *session.posargs)
 
 
 @nox.session
@@ -169,14 +167,11 @@ def sync(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, types and syntax: ruff, mypy, shellcheck, bash -n, YAML, the hosted workflow."""
+    """Check style, types and syntax: ruff, mypy, shellcheck, YAML, the hosted workflow."""
     session.install("-r", "tests/requirements-lint.txt")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy", ".")
-    scripts = sessions.shell_scripts()
-    session.run("shellcheck", "--shell=bash", *scripts)
-    for script in scripts:
-        session.run("bash", "-n", script, external=True, silent=True)
+    session.run("shellcheck", "--shell=bash", *sessions.shell_scripts())
     session.run("yamllint", "--strict", ".")
     session.run("jactionlint", "--strict-exit")  # with the scripts of its steps, by shellcheck

@@ -52,7 +52,6 @@ KINDS = {
     "slurm": Kind("slurm and not weekly", ["tests/slurm"], "requirements-checks.txt", at_once()),
     "weekly": Kind("weekly", ["tests"], "requirements.txt", max(2, 2 * at_once() // 3)),
     "repo": Kind("repo and not weekly", [], "requirements.txt", at_once()),
-    "repo --weekly": Kind("repo and weekly", [], "requirements.txt", at_once()),
 }
 
 
