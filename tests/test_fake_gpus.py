@@ -6,7 +6,6 @@ fake_gpus/__init__.py says what these are, and what they cannot show.
 import json
 import os
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,8 +13,7 @@ import pytest
 
 import fake_gpus
 from harness import outputs, runs
-from harness.launchers import MINIMAL, OLD_FORM, ROOT
-from harness.processes import finish
+from harness.launchers import MINIMAL, OLD_FORM
 from harness.runs import Reference
 from tests.test_minimal import command
 
@@ -107,16 +105,6 @@ def test_same_as_on_the_cpu(example: str, folder: Path, reference: Reference, bu
         assert row["train_loss"] == pytest.approx(other["train_loss"], rel=1e-3)
     weights, expected = map(outputs.read_model, (folder / "output", reference.output))
     assert outputs.largest_difference(weights, expected) < 1e-2
-
-
-@pytest.mark.runs("weekly")
-@pytest.mark.timeout(1500)
-def test_on_gpu(example: str, built: Path, tmp_path: Path) -> None:
-    """What benchmarks/on_gpu.py asks of real GPUs holds here, too: so its lines for GPUs are executed."""
-    words = ["--examples", example, "--rows", "default", "killed", "bf16", "modes", "--minutes", "20"]
-    words = [sys.executable, "-m", "benchmarks.on_gpu", *words, "--output", str(tmp_path)]
-    done = finish(words, 1400, cwd=ROOT, env=os.environ | fake_gpus.environment(built, tmp_path / "record"))
-    assert done.returncode == 0 and f"ok        {example} default" in done.stdout, done.stdout + done.stderr
 
 
 REFUSED = {
