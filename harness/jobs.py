@@ -98,6 +98,12 @@ class Job:
         """Wait until an epoch is over: saved, and printed."""
         self.wait_for_line(EPOCH.format(number))
 
+    def wait_for_hold(self, epoch: int) -> None:
+        """Wait until a job of held() is where an epoch (from 0) begins; raise AssertionError if it ends before."""
+        began, ended = self.folder / f"began-{epoch}", seldom(lambda: self.ended)
+        wait_until(lambda: began.exists() or ended(), 300, f"epoch {epoch} of job {self.id}")
+        assert began.exists(), f"job {self.id} ended before epoch {epoch}: {self.shown['JobState']}\n{self.log}"
+
     def wait_for_line(self, text: str, seconds: float = 300) -> None:
         """Wait until the log contains `text`; raise AssertionError if the job ends before."""
         ended = seldom(lambda: self.ended)
@@ -176,6 +182,7 @@ import time
 from pathlib import Path
 
 def wait(output, epoch):
+    Path(f"began-{epoch}").touch()
     while Path("hold").read_text() == str(epoch) and not (output / "stop").exists():
         time.sleep(0.05)
 """
@@ -296,8 +303,8 @@ while not (output / "finish").exists():
         (output / name).touch()
     time.sleep(0.1)
     asked = os.environ.get("STOP_FILE")  # with plumbing/, where train.py can stop at any step
-    if asked is None and (output / "stop").exists():  # with job.sh of longrun/
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
+    with contextlib.suppress(FileNotFoundError):  # there is none, or another process was faster
+        if asked is None and (output / "stop").stat().st_size:  # with job.sh of longrun/
             (output / "stop").rename(output / "stopped")
     if os.path.exists(asked or output / "stopped"):
         (output / "stopped").touch()

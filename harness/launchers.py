@@ -102,7 +102,7 @@ LAUNCHERS = {
         "accelerate launch --config_file accelerate.yaml --num_processes {n} train.py",
         status_after_bad_input=1,
         processes_in_job=4,
-        epoch_start='    start = time.perf_counter() - progress["seconds"]\n',
+        epoch_start="        sampler.set_epoch(epoch)",
         job_recovers=True,
         stops_at_a_step=True,
         kill_message=TORCHRUN_KILLED,

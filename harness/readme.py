@@ -15,7 +15,7 @@ from harness import runs
 from harness.launchers import ROOT
 from verify import checks
 
-PATTERNS = ("*.md", "[!.]*/*.md", "docs/dev/*.md", "examples/*/*.md")
+PATTERNS = ("*.md", "[!.]*/*.md", "examples/*/*.md")
 DOCUMENTS = [path for pattern in PATTERNS for path in sorted(ROOT.glob(pattern))]
 
 

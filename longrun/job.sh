@@ -35,7 +35,7 @@ if [[ ! "${BASH_SOURCE[0]}" -ef "${code:-}/job.sh" ]]; then
         return
     fi
 fi
-trap 'heard=yes; echo SLURM >"$stop_file"' USR1 TERM  # for a task; `prepare` sets the job's
+trap 'heard=yes; echo SLURM >>"$stop_file"' USR1 TERM  # for a task; `prepare` sets the job's
 
 # Check the environment, which must have the Python modules $@, and copy the program.
 prepare() {
@@ -151,7 +151,7 @@ run() {
 # Ask train.py to save and end. It has until 20 s before the end; then the job is requeued.
 stop_in_time() {
     trap "" USR1 TERM            # once is enough
-    echo SLURM >"$stop_file"
+    echo SLURM >>"$stop_file"
     (
         # To the tasks: on NFS other nodes see the file late. A preemption has told them already.
         scancel --signal=USR1 "$job" 2>/dev/null || true

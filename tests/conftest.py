@@ -26,7 +26,7 @@ from lab import Lab, Wanted, why_not  # noqa: E402
 # A shell lets what it starts with `&` ignore SIGINT, and so would everything that these tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ONE = "accelerate"  # with which a test with the mark runs("one") is an ordinary one: the plainest that has plumbing/
+ONE = "horovod_cpu"  # with which a test with the mark runs("one") is an ordinary one: the plainest that has plumbing/
 WHEN = ("smoke", "checks", "one", "weekly")  # the words of the mark `runs`
 FORMS = {"longrun": NEW_FORM, "plumbing": OLD_FORM}  # clauses of the mark `only`, besides those of a row
 CLAUSES = {field.name for field in dataclasses.fields(Launcher) if field.type is bool}

@@ -1,6 +1,6 @@
 """What each example promises: it learns, exactly, to ddp_spawn's bits; and the contract of those with longrun.py.
 
-docs/dev/contract.md has the contract. tests/test_plumbing_contract.py has that of the examples with plumbing/.
+docs/maintaining.md has the contract. tests/test_plumbing_contract.py has that of the examples with plumbing/.
 """
 
 import os

@@ -26,7 +26,7 @@ def data() -> ModuleType:
 def test_trains_on_idx_files(example: str, folder: Path) -> None:
     """A few hundred images in torchvision's format are read, learnt and evaluated exactly."""
     samples.write_data(folder / "data", "fashion_mnist")
-    line = readme.command("docs/own-data.md", "python train.py --dataset fashion_mnist ...")
+    line = readme.command("docs/your-data.md", "python train.py --dataset fashion_mnist ...")
     readme.run_block([f"{line} --epochs 4 --batch-size 16"], folder)
     rows = outputs.read_metrics(folder / "output")
     assert rows[-1]["test_accuracy"] > 0.8 and rows[-1]["train_loss"] < 0.5

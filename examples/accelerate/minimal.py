@@ -3,23 +3,22 @@
 Locally:   accelerate launch --multi_gpu --num_processes 2 minimal.py  (also without GPUs)
 On SLURM:  sbatch minimal.slurm
 
-train.py is the same training with what a long job needs: checkpoints, restarts, clear errors.
+train.py is the same training plus what a long job needs: flags, checkpoints, clear errors.
 Comments that begin with "ddp:" or "accelerate:" mark what a single process would not need.
 """
 
 import os
-import warnings
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from common import data  # the folder beside this file
 from common.models import ConvNet
 
-EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: of each process
-warnings.filterwarnings("ignore", "Grad strides")  # about conv1's memory layout: harmless
+EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: samples per batch of each process
 
 
 def train_one_epoch(accelerator, ddp_model, train_loader, optimizer):
@@ -31,19 +30,20 @@ def train_one_epoch(accelerator, ddp_model, train_loader, optimizer):
         logits = ddp_model(images)
         loss = F.cross_entropy(logits, labels)
         accelerator.backward(loss)  # ddp: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
+        sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
         sums[1] += len(labels)
         optimizer.step()
         optimizer.zero_grad()
-    sums = accelerator.reduce(sums)  # accelerate: sum over all processes, which all call this
-    loss_sum, samples = sums.tolist()
-    return loss_sum / samples
+    sums = accelerator.reduce(sums)  # ddp: sum over all processes, which all have to call this
+    return (sums[0] / sums[1]).item()
 
 
 @torch.no_grad()
 def evaluate(accelerator, model, test_loader):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
+    for buffer in model.buffers():  # ddp: BatchNorm's statistics differ by process: use rank 0's
+        dist.broadcast(buffer, src=0)
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss, correct, samples
     for images, labels in test_loader:
         images, labels = images.to(accelerator.device), labels.to(accelerator.device)
@@ -51,43 +51,40 @@ def evaluate(accelerator, model, test_loader):
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
         sums[2] += len(labels)
-    sums = accelerator.reduce(sums)  # accelerate: sum over all processes, which all call this
-    loss_sum, correct, samples = sums.tolist()
-    return loss_sum / samples, correct / samples
+    sums = accelerator.reduce(sums)  # ddp: sum over all processes, which all have to call this
+    return (sums[:2] / sums[2]).tolist()
 
 
 def main():
     """Train as one of the processes that accelerate launch has started."""
-    # accelerate: joins the other processes, and knows this process's device and number
+    # accelerate: joins the other processes, and chooses this process's GPU
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     device = accelerator.device
-    rank = accelerator.process_index
-    world_size = int(os.environ.get("WORLD_SIZE", 1))  # accelerate: processes on all nodes
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # accelerate: on this node
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // processes))  # more threads than cores are slower
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
+    # ddp: my number, from 0; how many
+    rank, world_size = accelerator.process_index, accelerator.num_processes
 
-    # train_set[indices] reads a whole batch at once. Samplers yield the lists: batch_size=None.
-    # For others: DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
-    train_set, test_set = data.load("digits")
-    # ddp: shuffled parts of equal length: whoever had more steps would wait for the others forever
+    train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
+    # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    batches = BatchSampler(sampler, BATCH_SIZE, drop_last=True)
-    train_loader = DataLoader(train_set, sampler=batches, batch_size=None)
-    # ddp: each test sample exactly once; a DistributedSampler would repeat some, or drop them
-    shard = range(rank, len(test_set), world_size)
-    batches = BatchSampler(shard, BATCH_SIZE, drop_last=False)
-    test_loader = DataLoader(test_set, sampler=batches, batch_size=None)
+    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
+    train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
+    # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
+    test_part = Subset(test_set, range(rank, len(test_set), world_size))
+    test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
 
-    torch.manual_seed(SEED + rank)  # ddp: for dropout; all get the weights of rank 0 below
+    torch.manual_seed(SEED + rank)  # ddp: each process drops other units; DDP copies the weights
     model = ConvNet().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), LR)
-    # accelerate: wraps `model` in DDP; it is not given the loaders, whose samples it would repeat
+    optimizer = torch.optim.AdamW(model.parameters(), LR, fused=device.type == "cuda")
+    # accelerate: wraps the model in DDP, which copies rank 0's weights and averages gradients. It
+    # is not given the loaders, whose last samples it would repeat.
     ddp_model, optimizer = accelerator.prepare(model, optimizer)
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # ddp: shuffles anew; each process takes its part of one order
+        sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
         train_loss = train_one_epoch(accelerator, ddp_model, train_loader, optimizer)
-        # Not ddp_model, which may wait for the others: some have one test batch more.
+        # Not ddp_model: its forward pass can wait for a process that has no test batch left.
         test_loss, accuracy = evaluate(accelerator, model, test_loader)
         if rank == 0:
             losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"
@@ -95,7 +92,7 @@ def main():
     if rank == 0:  # ddp: all processes have the same weights; one writes them
         torch.save(model.cpu().state_dict(), "model.pt")
     accelerator.end_training()
-    os._exit(0)  # at once: while Python shuts down, Gloo's threads can abort the process
+    os._exit(0)  # skip Python's clean-up, in which Gloo sometimes aborts (PyTorch 2.15)
 
 
 if __name__ == "__main__":

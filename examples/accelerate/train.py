@@ -3,244 +3,212 @@
 Locally:   accelerate launch --config_file accelerate.yaml --num_processes 2 train.py
 On SLURM:  sbatch run.slurm --epochs 10
 
-It is minimal.py with what a long job needs: flags, checkpoints that survive a kill, and a stop
-after any step. Comments that begin with a tag, such as "ddp:", mark what a single process would not
-need. The functions of plumbing keep the job alive.
+It is minimal.py plus flags, checkpoints, gradient accumulation, and a stop after any step.
+Comments that begin with a tag, such as "ddp:", mark what a single process would not need.
 """
 
+import argparse
 import os
 import time
 from datetime import timedelta
+from itertools import islice
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
-from torch.distributed.elastic.multiprocessing.errors import record
+from accelerate.utils import InitProcessGroupKwargs
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-import plumbing
+import longrun
 from common import data
 from common.models import ConvNet
 
-# With bf16 the weights stay in fp32; accelerate has autocast compute in bf16.
-WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
-
 
 def parse_args():
-    parser = plumbing.arguments(__doc__, WEIGHT_DTYPES)  # --epochs and what else all examples have
-    add = parser.add_argument
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = longrun.fail  # print the error as one line, without the usage
+    add, positive = parser.add_argument, longrun.positive
     add("--dataset", choices=data.NAMES, default="digits")
     add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
-    add("--gradient-accumulation-steps", type=int, default=1, help="batches per optimizer step")
+    add("--epochs", type=positive, default=5, help="total number, including those before a resume")
+    add("--batch-size", type=positive, default=64, help="samples per batch of each process")
+    add("--global-batch", type=positive, help="samples per step; sets --batch-size")
+    add("--gradient-accumulation-steps", type=positive, default=1, help="batches per step")
+    add("--lr", type=float, default=1e-3, help="learning rate")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
     add("--max-grad-norm", type=float, help="clip the norm of the gradients to this value")
-    add("--keep-epochs", type=int, metavar="N", help="keep N epochs' checkpoints, and the best")
-    every = "also save after so many steps, such as 500, or after a time, such as 10min"
-    add("--checkpoint-every", type=plumbing.steps_or_minutes, help=every)
+    add("--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="bf16: mixed")
+    add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
+    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
+    add("--checkpoint-every", type=float, metavar="MINUTES", help="also save within an epoch")
+    add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
+    add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
+    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
     args = parser.parse_args()
-    args.world_size = int(os.environ.get("WORLD_SIZE", 1))  # accelerate: processes on all nodes
-    args.processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # accelerate: on this node
-    plumbing.check_args(parser, args)
-    plumbing.share_batch(args)  # --global-batch, if given, sets --batch-size
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        command = "accelerate launch --config_file accelerate.yaml --num_processes 2 train.py"
-        parser.error(f"start it so: {command}")
-    # accelerate launch: sets these by its flags, or by a config file of your own
-    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if mixed not in ("no", args.precision):
-        parser.error(f"accelerate's mixed_precision is {mixed}: use --precision of train.py")
-    for name in ("DEEPSPEED", "FSDP"):
-        if os.environ.get(f"ACCELERATE_USE_{name}") == "true":
-            parser.error(f"{name} needs other checkpoints: take the example {name.lower()}")
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("start it with accelerate launch, as the first lines of train.py say")
+    # accelerate: the launcher sets these if your configuration file says so
+    if "true" in map(os.environ.get, ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")):
+        parser.error("DeepSpeed and FSDP have other checkpoints: use the example deepspeed or fsdp")
+    batches = int(os.environ["WORLD_SIZE"]) * args.gradient_accumulation_steps  # per step
+    args.global_batch = args.global_batch or args.batch_size * batches
+    args.batch_size, rest = divmod(args.global_batch, batches)
+    if rest or not args.batch_size:
+        parser.error(f"--global-batch {args.global_batch} must be a multiple of {batches}")
     return args
 
 
 def setup(args):
-    """Join the process group; return the Accelerator, which knows this process's device."""
-    local_rank = int(os.environ["LOCAL_RANK"])  # accelerate: this process's number on its node
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32: faster products in fp32, since the A100
-    plumbing.check_gpu(device)
-    # ddp: NCCL for the gradients on GPUs; Gloo for small things on the CPU, such as requests
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    # accelerate: has set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, by which all processes
-    # meet. Accelerator() would join the group itself, but with a timeout of its own, 600 s.
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
+    """Join the process group; return the Accelerator, the device, the rank and the world size."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    longrun.prepare(args, rank, world_size, dist.all_gather_object, dist.destroy_process_group)
+    has_gpus = torch.cuda.is_available()
+    # ddp: NCCL for tensors on GPUs; Gloo for tensors on the CPU, such as the request to stop
+    backend = "cpu:gloo,cuda:nccl" if has_gpus else "gloo"
+    joining = InitProcessGroupKwargs(backend, timeout=timedelta(seconds=10 * args.timeout))
+    # accelerate: joins the others by MASTER_ADDR and MASTER_PORT, and chooses this process's GPU
     accelerator = Accelerator(
-        cpu=device.type == "cpu",  # accelerate: otherwise it sees no group without GPUs
+        cpu=not has_gpus,
         mixed_precision="bf16" if args.precision == "bf16" else "no",
-        gradient_accumulation_plugin=GradientAccumulationPlugin(args.gradient_accumulation_steps),
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        kwargs_handlers=[joining],
     )
-    # After Accelerator(), which sets another number where there are no GPUs.
-    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) or len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // args.processes))  # more threads than cores are slower
-    return accelerator
+    if has_gpus:
+        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
+    longrun.alive(None)  # the first step has no time limit: it may compile kernels
+    return accelerator, accelerator.device, rank, world_size
 
 
-def train_one_epoch(args, accelerator, ddp_model, train_loader, optimizer, progress):
-    """Train to the end of an epoch; return the mean loss, the samples of all, and seconds."""
-    # ddp: random numbers (augmentation, dropout) differ in each process and epoch
-    torch.manual_seed(args.seed + progress["step"] * args.world_size + dist.get_rank())
+def predict(args, model, batch, device):
+    """Return the model's logits (B, 10) for a batch, and its labels (B,), on the device."""
+    images, labels = (part.to(device, non_blocking=True) for part in batch)
+    images = images.double() if args.precision == "fp64" and images.is_floating_point() else images
+    return model(images), labels  # accelerate: prepare() has put autocast around it for bf16
+
+
+def train_one_epoch(args, accelerator, ddp_model, batches, stateful, progress):
+    """Train to the end of an epoch; return the mean loss over the samples of all processes."""
     ddp_model.train()
-    start = time.perf_counter() - progress["seconds"]
-    # Loss and samples. The same tensor is in progress: what is added here is also in a checkpoint.
-    sums = progress["sums"]
-    for images, labels in train_loader:
-        seconds = time.perf_counter() - start
-        # stop: 0 asks to go on, 1 to save after this step, 2 to save and stop
-        request = torch.tensor([plumbing.requested(args, progress, seconds)])
-        # stop: the largest request counts; it travels while this batch is computed
-        pending = dist.all_reduce(request, dist.ReduceOp.MAX, async_op=True)
-        images = images.to(accelerator.device, WEIGHT_DTYPES[args.precision], non_blocking=True)
-        labels = labels.to(accelerator.device, non_blocking=True)
-        # accumulation: gradients are averaged with the last batch of a step
+    sums = progress["sums"]  # loss, samples; a checkpoint within the epoch has them, too
+    optimizer, scheduler = stateful["optimizer"], stateful["scheduler"]
+    # ddp: each process and batch gets its own random numbers (dropout), also after a resume
+    longrun.seed(args.seed, progress["step"], 0, dist.get_rank())
+    for number, batch in enumerate(batches, 1):
+        part = number % args.gradient_accumulation_steps  # accumulation: 0 is a step's last batch
+        if part == 0:  # stop: rank 0 looks for a request to stop, and tells all during backward()
+            answer = torch.tensor(longrun.wish(args))
+            pending = dist.broadcast(answer, src=0, async_op=True)
+        # accumulation: accelerate averages the gradients with the last batch of a step
         with accelerator.accumulate(ddp_model):
-            logits = ddp_model(images)
+            logits, labels = predict(args, ddp_model, batch, accelerator.device)
             loss = F.cross_entropy(logits, labels)
-            # accelerate: divides the loss by the batches of a step, and computes the gradients
-            accelerator.backward(loss)  # ddp: averages the gradients over all processes
-        plumbing.note_loss(train_loader, loss)  # if it is not finite, the next save ends the run
-        sums[0] += loss.detach() * len(labels)  # on the device: with .item() each step would wait
+            # accelerate: divides the loss by the number of batches of a step
+            accelerator.backward(loss)  # ddp: averages the gradients
+        sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
         sums[1] += len(labels)
-        pending.wait()
-        if not accelerator.sync_gradients:  # accumulation: this step has further batches
-            continue
-        if args.max_grad_norm:
-            accelerator.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
-        # Sets the rate of all groups. A schedule of yours is a factor, the fourth argument.
-        plumbing.set_learning_rate(args, optimizer, progress["step"])
-        optimizer.step()
-        optimizer.zero_grad()
-        progress["step"] += 1
-        if request >= 1:
-            progress["seconds"] = time.perf_counter() - start
-            model = accelerator.unwrap_model(ddp_model, keep_torch_compile=False)
-            save_checkpoint(args, accelerator, model, optimizer, progress)
-            start = time.perf_counter() - progress["seconds"]  # a save is no training
-        if request == 2:
-            plumbing.stop(args, progress)  # stop: ends this process; run.slurm requeues the job
-    progress["seconds"] = time.perf_counter() - start
-    sums = accelerator.reduce(sums)  # accelerate: sum over all processes, which all call this
-    loss_sum, samples = sums.tolist()
-    return loss_sum / samples, samples, time.perf_counter() - start
+        if part == 0:
+            if args.max_grad_norm:
+                accelerator.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            progress["step"] += 1
+            progress["epoch_step"] += 1
+            pending.wait()
+            if answer != longrun.GO_ON:
+                # ddp: the checkpoint has the sums over all processes. It is one file, as a whole;
+                # accelerator.save_state() would write several, of which a kill could leave a part.
+                so_far = progress | {"sums": accelerator.reduce(sums)}
+                longrun.save_checkpoint(args, stateful, so_far)
+            if answer == longrun.STOP:
+                longrun.end(args, progress, "stopped")  # stop: exits; job.sh requeues the job
+        longrun.seed(args.seed, progress["step"], part, dist.get_rank())  # for the next batch
+        longrun.alive(args.timeout)  # ends this process unless it calls this again in time
+    sums = accelerator.reduce(sums)  # ddp: sum over all processes, which all have to call this
+    return (sums[0] / sums[1]).item()
 
 
 @torch.no_grad()
 def evaluate(args, accelerator, model, test_loader):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
+    for buffer in model.buffers():  # ddp: BatchNorm's statistics differ by process: use rank 0's
+        dist.broadcast(buffer, src=0)
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss, correct, samples
-    for images, labels in test_loader:
-        images = images.to(accelerator.device, WEIGHT_DTYPES[args.precision], non_blocking=True)
-        labels = labels.to(accelerator.device, non_blocking=True)
-        logits = model(images)  # accelerate: prepare() has put autocast around it for bf16
+    for batch in islice(test_loader, args.limit_steps):
+        logits, labels = predict(args, model, batch, accelerator.device)
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
         sums[2] += len(labels)
-    sums = accelerator.reduce(sums)  # accelerate: sum over all processes, which all call this
-    loss_sum, correct, samples = sums.tolist()
-    return loss_sum / samples, correct / samples
+        longrun.alive(args.timeout)
+    sums = accelerator.reduce(sums)  # ddp: sum over all processes, which all have to call this
+    return (sums[:2] / sums[2]).tolist()
 
 
-def save_checkpoint(args, accelerator, model, optimizer, progress):
-    """Save what --resume continues from; all processes call this."""
-    plumbing.check_results(args, model, progress)  # stops the run if a loss is not finite
-    # accelerate: a checkpoint has the sums over all processes
-    progress = progress | {"sums": accelerator.reduce(progress["sums"])}
-    # ddp: all processes have the same weights; one writes them, in one file, as a whole or not at
-    # all. accelerator.save_state() would write several, of which a kill could leave a part.
-    if accelerator.is_main_process:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        plumbing.write_checkpoint(args, state | {"progress": progress})
-
-
-def resume(args, accelerator, model, optimizer):
-    """Load model and optimizer from the checkpoint, if there is one; return how far the run is."""
-    # Steps of the whole run; rows of metrics.csv; sums and seconds of the epoch that is trained.
-    progress = {"step": 0, "history": [], "seconds": 0.0}
-    progress["sums"] = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
-    found = plumbing.read_checkpoint(args, model) if accelerator.is_main_process else None
-    # ddp: rank 0 decides; then each process reads the file, or ends if rank 0 has found an error
-    checkpoint = plumbing.share_checkpoint(args, found)
-    if checkpoint:
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        progress = checkpoint["progress"]
-        progress["sums"] = progress["sums"].to(accelerator.device)
-        if not accelerator.is_main_process:
-            progress["sums"].zero_()  # ddp: rank 0 alone keeps them: they are those of all
-    return progress
-
-
-@record  # accelerate: reports the traceback of the process that failed first
 def main(args):
     """Train as one of the processes that accelerate launch has started."""
-    plumbing.prepare_process(args)
-    accelerator = setup(args)
-    device = accelerator.device
-    rank = dist.get_rank()
-
-    # Data (yours: see README.md). The sampler yields all indices of a batch and the data set
-    # returns the whole batch, so DataLoader must not collect samples: batch_size=None.
+    accelerator, device, rank, world_size = setup(args)
+    # Data: replace these lines by your data sets; any torch.utils.data.Dataset will do.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
-        plumbing.fail(error)
-    # Pinned memory: no step waits for its copy to a GPU.
-    loading = {"batch_size": None, "pin_memory": device.type == "cuda"}
-    # ddp: shuffled parts of equal length: whoever had more steps would wait for the others forever
-    sampler = DistributedSampler(train_set, args.world_size, rank, seed=args.seed, drop_last=True)
-    args.steps_per_epoch = plumbing.count_steps(args, len(sampler), train_set, test_set)
-    # ddp: each test sample exactly once; a DistributedSampler would repeat some, or drop them
-    shard = range(rank, len(test_set), args.world_size)
-    batches = BatchSampler(shard, args.batch_size, drop_last=False)
-    test_loader = DataLoader(test_set, sampler=batches, **loading)
+        longrun.fail(error)
+    # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
+    parts = args.gradient_accumulation_steps
+    steps = min(len(sampler) // (args.batch_size * parts), args.limit_steps or len(train_set))
+    if not steps:
+        longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
+    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
+    # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
+    test_part = Subset(test_set, range(rank, len(test_set), world_size))
+    test_loader = DataLoader(test_part, args.batch_size, **extra)
 
-    # Model (yours: see README.md) and optimizer, and their state if the run is resumed.
-    torch.manual_seed(args.seed + rank)  # ddp: all get the weights of rank 0 below
-    model = ConvNet().to(device, WEIGHT_DTYPES[args.precision])
+    # Model: replace it by yours.
+    torch.manual_seed(args.seed)
+    model = ConvNet().to(device)
+    model = model.double() if args.precision == "fp64" else model
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=device.type == "cuda")
-    # accelerate: wraps `model` in DDP, if there are several processes. It is not given the loaders,
-    # since it would repeat samples so that all processes have equally many.
-    ddp_model, optimizer = accelerator.prepare(model, optimizer)
-    progress = resume(args, accelerator, model, optimizer)
-    # DDP chooses in its first backward pass in which order it sums gradients. One is done now, on
-    # zeros of the input's shape: a resumed run then sums in the same order, and has the same bits.
-    zeros = torch.zeros(1, 1, 28, 28, device=device, dtype=WEIGHT_DTYPES[args.precision])
-    plumbing.fix_summation_order(ddp_model, zeros)
+    # The learning rate rises during the warm-up; put another scheduler of PyTorch here.
+    scheduler = LambdaLR(optimizer, lambda step: min(1, (step + 1) / (args.warmup_steps + 1)))
+    # What a checkpoint has: add all that your training changes, such as averaged weights.
+    stateful = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    # Optimizer steps of the run and of this epoch; rows of metrics.csv; loss and samples so far.
+    progress = {"step": 0, "epoch_step": 0, "history": [], "sums": torch.zeros(2).double()}
+    what = f"{type(model).__name__} on {args.dataset}"
+    where = "nccl on cuda" if device.type == "cuda" else "gloo on cpu"
+    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)
+    # ddp: sums that a checkpoint had are those of all processes, and rank 0 continues them
+    progress["sums"] = progress["sums"].to(device) * (rank == 0)
+    # accelerate: wraps the model in DDP, which copies rank 0's weights and averages gradients. It
+    # is not given the loaders, whose last samples it would repeat, and the scheduler, which would
+    # take a step for each process.
+    ddp_model, stateful["optimizer"] = accelerator.prepare(model, optimizer)
 
-    # Train.
-    plumbing.print_header(args, f"{type(model).__name__} on {args.data_name}", device, progress)
     for epoch in range(len(progress["history"]), args.epochs):
-        sampler.set_epoch(epoch)  # ddp: shuffles anew; each process takes its part of one order
-        batches = BatchSampler(sampler, args.batch_size, drop_last=True)
-        batches = plumbing.batches_left(args, progress, batches)  # if it was stopped in this epoch
-        train_loader = DataLoader(train_set, sampler=batches, **loading)
-        train_loss, samples, seconds = train_one_epoch(
-            args, accelerator, ddp_model, train_loader, optimizer, progress
-        )
-        # stop: an evaluation may be long: it ends after the same batch in all processes
-        batches = plumbing.until_stopped(
-            args, progress, test_loader, save_checkpoint, accelerator, model, optimizer
-        )
-        test_loss, accuracy = evaluate(args, accelerator, model, batches)  # ddp_model could hang
+        sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
+        done = progress["epoch_step"] * parts  # batches, if the run was stopped in this epoch
+        left = list(sampler)[done * args.batch_size :]  # the indices that are still to be read
+        longrun.seed(args.seed, epoch, rank)  # for the loader's workers, if it has some
+        train_loader = DataLoader(train_set, args.batch_size, sampler=left, drop_last=True, **extra)
+        count, start = max(0, steps * parts - done), time.perf_counter()
+        batches = islice(train_loader, count)  # without the last step, if it is incomplete
+        train_loss = train_one_epoch(args, accelerator, ddp_model, batches, stateful, progress)
+        seconds = time.perf_counter() - start
+        # Not ddp_model: its forward pass can wait for a process that has no test batch left.
+        test_loss, accuracy = evaluate(args, accelerator, model, test_loader)
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
-        row |= {"test_accuracy": accuracy, "samples_per_second": samples / seconds}
-        row |= {"seconds": seconds, "world_size": args.world_size}
-        progress["history"].append(row)
-        progress |= {"sums": torch.zeros_like(progress["sums"]), "seconds": 0.0}
-        save_checkpoint(args, accelerator, model, optimizer, progress)
-        plumbing.print_epoch(args, progress)
-
-    # Finish.
-    path = args.output_dir / "model.pt"
-    if rank == 0:  # ddp: all processes have the same weights; one writes them
-        plumbing.write(path, lambda file: torch.save(model.cpu().state_dict(), file))
-    accuracy = progress["history"][-1]["test_accuracy"]
-    plumbing.finish(args, progress, f"finished: test acc {accuracy:.2%}, model in {path}")
+        speed = count * args.batch_size * world_size / seconds
+        row |= {"test_accuracy": accuracy, "samples_per_second": speed, "seconds": seconds}
+        progress["history"].append(row | {"world_size": world_size})
+        progress |= {"epoch_step": 0, "sums": torch.zeros_like(progress["sums"])}
+        longrun.save_checkpoint(args, stateful, progress)
+    longrun.write(args, "model.pt", lambda file: torch.save(model.cpu().state_dict(), file))
+    longrun.end(args, progress, "finished")
 
 
 if __name__ == "__main__":

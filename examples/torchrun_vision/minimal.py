@@ -76,7 +76,8 @@ def main():
     # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
     # loader: workers read, decode and augment images while the process trains
-    extra = {"num_workers": WORKERS, "pin_memory": device.type == "cuda"}
+    extra = {"num_workers": WORKERS, "worker_init_fn": image_files.start_worker}
+    extra |= {"pin_memory": device.type == "cuda", "persistent_workers": True}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
     # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
     test_part = Subset(test_set, range(rank, len(test_set), world_size))

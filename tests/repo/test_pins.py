@@ -83,9 +83,11 @@ def test_command(tmp_path: Path) -> None:
     assert copy.read_text() == CONSTRAINTS.read_text()
 
 
-@pytest.mark.parametrize(("words", "used"), [(["rest"], True), ([], True), (["rest", "weekly"], False)])
+@pytest.mark.parametrize(("words", "used"), [([], True), (["weekly"], False)])
 def test_ci_run(tmp_path: Path, words: list[str], used: bool) -> None:
-    """.ci/run gives the clone's file to pip and uv, but with `weekly` neither."""
+    """.ci/run gives the clone's file to pip and uv, but with `weekly` neither; without CI it asks to be told first."""
+    if os.geteuid() > 0:
+        pytest.skip("needs root: .ci/run installs packages")
     (tmp_path / ".ci").mkdir()
     (tmp_path / ".ci" / "run").write_text((ROOT / ".ci" / "run").read_text())
     stub = tmp_path / "bin" / "git"  # it makes the clone, where the second half of the script starts
@@ -97,6 +99,8 @@ def test_ci_run(tmp_path: Path, words: list[str], used: bool) -> None:
         '[[ $file == none ]] || test -s "$file"; done\' >"$clone/.ci/run"\n'
     )
     stub.chmod(0o755)
+    (tmp_path / "bin" / "dpkg-query").write_text("#!/bin/sh\nprintf 'ii '\n")
+    (tmp_path / "bin" / "dpkg-query").chmod(0o755)
     environment = {"PATH": f"{stub.parent}:/usr/bin:/bin", "HOME": str(tmp_path), "CI": "true"}
     command = ["bash", str(tmp_path / ".ci" / "run"), *words]
     environment |= {"UV_CONSTRAINT": os.devnull}

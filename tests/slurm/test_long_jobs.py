@@ -69,20 +69,18 @@ def test_stopped_and_continued(example: str, source: Path, lab: Lab, tmp_path: P
     folder = held(source, tmp_path / example, epoch=1)
     program = {path: path.read_text() for path in folder.rglob("*") if path.suffix in (".py", ".sh", ".slurm")}
     job = submit(lab, example, folder, *FEW, options=options)
-    job.wait_for_epoch(1)
+    job.wait_for_hold(1)
     edit_all(folder)
     faults.timelimit(lab, job.id)
     job.wait_for_line(f"run.slurm: requeueing job {job.id}")
     hold(folder, 2)
     wait_for_start(job, 2)
-    if at_a_step:
-        job.wait_for_epoch(2)
+    job.wait_for_hold(2)
     faults.requeue(lab, job.id)
     wait_until(lambda: job.log.count("stopped by a signal") == 2, 300, "the stop of a preempted job")
     hold(folder, 3)
     wait_for_start(job, 3)
-    if at_a_step:
-        job.wait_for_epoch(3)
+    job.wait_for_hold(3)
     (job.output / "stop").touch()
     assert job.wait().shown["JobState"] == "COMPLETED", job.log
     assert job.shown["Restarts"] == "2" and job.log.count("requeueing") == 1, job.log
@@ -97,7 +95,7 @@ def test_stopped_and_continued(example: str, source: Path, lab: Lab, tmp_path: P
     options = ("--nodes=1", f"--cpus-per-task={2 // header(source, 'ntasks-per-node')}")
     again = submit(lab, example, folder, *FEW, options=options, line=line, SBATCH_EXPORT="NONE")
     if recovers:
-        again.wait_for_epoch(4)
+        again.wait_for_hold(4)
         kill_worker(again)
         wait_for_start(again, 2)
         hold(folder, None)
@@ -141,7 +139,7 @@ def test_preempted_and_cut_off(badly_named: Lab, example: str, source: Path, tmp
     lab = badly_named
     folder = held(source, tmp_path / example, epoch=1)
     job = submit(lab, example, folder, *FEW, options=("--partition=low", *two_processes(source)))
-    job.wait_for_epoch(1)
+    job.wait_for_hold(1)
     words = ["sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--wrap=true"]
     (tmp_path / "urgent").mkdir()
     urgent = lab.run(words, cwd=hand_over(tmp_path / "urgent")).stdout.strip()
@@ -149,7 +147,7 @@ def test_preempted_and_cut_off(badly_named: Lab, example: str, source: Path, tmp
     hold(folder, 2)
     wait_for_start(job, 2)
     assert lab.job(urgent)["JobState"] == "COMPLETED" and job.shown["Restarts"] == "1"
-    job.wait_for_epoch(2)
+    job.wait_for_hold(2)
 
     faults.cut(lab, "node2")
     wait_until(lambda: job.shown["JobState"] != "RUNNING", 300, "the end of the job that lost a node", ASK_SLURM)

@@ -31,7 +31,7 @@ from lab import Lab, faults
 pytestmark = pytest.mark.slurm
 
 
-@pytest.mark.only("longrun", "accelerate")
+@pytest.mark.only("longrun")
 def test_job_array(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """In an array of 3 one task is requeued near its time limit: the finished and the running one are left alone."""
     array_of_three(lab, stub(source, tmp_path / example))
