@@ -6,6 +6,7 @@ import random
 import torch
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed import DistributedConfig
 
 import longrun
 
@@ -25,6 +26,8 @@ def load_model(args):
     # With bf16, weights that are trained stay in fp32: small steps would be lost.
     bf16 = args.precision == "bf16" and not args.full
     how = {"dtype": torch.bfloat16 if bf16 else torch.float32, "output_loading_info": True}
+    if args.shard:  # shard: each process keeps its part of each weight, by FSDP2
+        how["distributed_config"] = DistributedConfig(fsdp_size=longrun.size)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         config = AutoConfig.from_pretrained(folder)

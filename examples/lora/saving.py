@@ -80,8 +80,7 @@ class LongRun(TrainerCallback):
     def save(self, control):
         """Have the Trainer save, unless losses or weights are wrong: then the run ends here."""
         trained = [weight for weight in self.trainer.model.parameters() if weight.requires_grad]
-        # shard: processes have different parts of the weights, so these are not compared
-        longrun.check([] if self.args.shard else trained, self.progress)
+        longrun.check(trained, self.progress)
         control.should_save = self.saving = True
         longrun.alive(None)  # a save may take longer than a step
 

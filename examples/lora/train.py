@@ -43,7 +43,7 @@ def parse_args():
     add("--lora-rank", type=positive, default=4, help="rows of an adapter's matrix, often 8 to 64")
     add("--lora-alpha", type=float, default=8, help="adapters are scaled by alpha / rank")
     add("--lora-dropout", type=float, default=0.0, help="share of their inputs that are set to 0")
-    add("--shard", action="store_true", help="each process keeps a part of the model: FSDP2")
+    add("--shard", action="store_true", help="each process keeps a part of the frozen model")
     add("--epochs", type=positive, default=5, help="total number, including those before a resume")
     add("--batch-size", type=positive, default=4, help="samples per batch of each process")
     add("--global-batch", type=positive, help="samples per step; sets --batch-size")
@@ -63,6 +63,8 @@ def parse_args():
     args = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
+    if args.shard and args.full:
+        parser.error("--shard divides a frozen model: for --full see the example fsdp")
     batches = int(os.environ["WORLD_SIZE"]) * args.gradient_accumulation_steps  # per step
     args.global_batch = args.global_batch or args.batch_size * batches
     args.batch_size, rest = divmod(args.global_batch, batches)
@@ -109,7 +111,7 @@ class WholeSteps(DistributedSampler):
 
 
 class Trainer(SFTTrainer):
-    """TRL's trainer, which has the loop over steps, and wraps the model in DDP or FSDP2."""
+    """TRL's trainer, which has the loop over steps, and wraps the model in DDP."""
 
     def get_train_dataloader(self):
         return self.train_loader  # trl: its own one would train on an incomplete last step
@@ -182,8 +184,6 @@ def main(args):
         bf16=args.precision == "bf16",
         torch_compile=args.compile,
         use_cpu=not torch.cuda.is_available(),  # trl: without it each process trains on its own
-        fsdp=args.shard or None,  # shard: rank 0 reads the model, and each process gets its part
-        fsdp_config={"cpu_ram_efficient_loading": True} if args.shard else None,
         ddp_find_unused_parameters=False,
         save_strategy="no",  # saving.py decides
         logging_strategy="no",
