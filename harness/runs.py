@@ -147,7 +147,8 @@ class Run:
             self.errors.seek(0)
             self.stdout, self.stderr = PREFIX.sub("", self.stdout), PREFIX.sub("", self.errors.read())
         # PyTorch has a folder for each user in there, for what it compiles, and torchrun leaves one of reports.
-        own = ("torchinductor_", "torchelastic_")
+        # TensorFlow removes its files when a program ends well.
+        own = ("torchinductor_", "torchelastic_", *["__autograph_generated_file"] * (self.status != 0))
         self.left += [path.name for path in self.temporary.glob("*") if not path.name.startswith(own)]
         shutil.rmtree(self.temporary, ignore_errors=True)
 

@@ -1,16 +1,16 @@
 #!/bin/bash
 # Install Horovod into the active environment, after: pip install -r requirements.txt
 # Its last release does not compile with today's PyTorch and TensorFlow. So this changes some lines
-# of its source and builds a wheel, once (2 to 8 minutes). It stays in ~/.cache/horovod-wheels, for
-# the next environment with the same PyTorch (or TensorFlow, if requirements.txt names that), Python
-# and MPI. HOROVOD_WITHOUT_MPI=1: for Gloo alone. Without the internet: bash install.sh FILE, where
-# FILE is Horovod's source, horovod-0.28.1.tar.gz, with the wheels of setuptools and wheel in the
-# same folder, or a wheel that this script has built.
+# of its source and builds a wheel, once (2 to 8 minutes). The wheel stays in
+# ~/.cache/horovod-wheels, for the next environment with the same PyTorch (or TensorFlow, if
+# requirements.txt names that), Python and MPI. HOROVOD_WITHOUT_MPI=1 builds one for Gloo alone.
+# Without the internet: bash install.sh FILE. FILE is Horovod's source, horovod-0.28.1.tar.gz, with
+# the wheels of setuptools and wheel in the same folder, or a wheel that this script has built.
 set -euo pipefail
 
 version=0.28.1
 sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
-recipe=3  # raise it when what is built below changes: then no older wheel is taken
+recipe=3  # raise it when what is built below changes: no older wheel is taken from the cache then
 cache="${XDG_CACHE_HOME:-$HOME/.cache}/horovod-wheels"
 framework=torch cxx_standard=20 cxx_header=concepts  # what PyTorch's headers need
 ! grep -q ^tensorflow "$(dirname "$0")/requirements.txt" ||
@@ -25,13 +25,15 @@ fail() {
 file="${1:+$(realpath "$1")}"
 [[ ! "$file" || (-f "$file" && ("$file" == *.whl || "$file" == */horovod-$version.tar.gz)) ]] ||
     fail "$1 is neither Horovod's source, horovod-$version.tar.gz, nor a wheel"
-python="$(command -v python)" || fail "there is no python: source .venv/bin/activate"
+python="$(command -v python)" ||
+    fail "there is no python: activate the environment first (source .venv/bin/activate)"
 key="$("$python" -c 'import importlib, sys, sysconfig
 import cffi, cloudpickle, packaging, psutil, yaml
-found = importlib.import_module(sys.argv[1]).__version__
-where = sysconfig.get_platform()
-print(f"{sys.argv[1]}{found}-py%d.%d-{where}" % sys.version_info[:2])' "$framework" 2>&1)" ||
-    fail "a requirement is missing (${key##*$'\n'}): pip install -r requirements.txt"
+found = sys.argv[1] + importlib.import_module(sys.argv[1]).__version__
+print(f"{found}-py%d.%d-{sysconfig.get_platform()}" % sys.version_info[:2])
+' "$framework" 2>&1)" ||
+    fail "$framework or another requirement is missing (${key##*$'\n'}):" \
+        "pip install -r requirements.txt"
 "$python" -m pip --version >/dev/null 2>&1 ||
     fail "$python has no pip: python -m ensurepip, or uv pip install pip"
 key="${key##*$'\n'}" mpi=gloo-only
@@ -43,17 +45,20 @@ fi
 folder="$cache/$version-$recipe-$key-$mpi"
 
 check_tools() {
-    local cxx="${CXX:-c++}" tool conda="conda install cxx-compiler"
+    local cxx="${CXX:-c++}" tool
     for tool in "$cxx" cmake make; do
         command -v "$tool" >/dev/null ||
-            fail "no $tool: apt-get install g++ cmake make, or $conda cmake make"
+            fail "no $tool: apt-get install g++ cmake make," \
+                "conda install cxx-compiler cmake make, or module load gcc cmake"
     done
     echo "#include <$cxx_header>" |
         "$cxx" -std=c++$cxx_standard -x c++ -fsyntax-only - 2>/dev/null ||
-        fail "$cxx does not know C++$cxx_standard: $conda, or module load gcc (11 or newer)"
+        fail "$cxx does not know C++$cxx_standard:" \
+            "conda install cxx-compiler, or module load gcc (11 or newer)"
     include="$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
     echo '#include <Python.h>' | "$cxx" -I"$include" -x c++ -fsyntax-only - 2>/dev/null ||
-        fail "no Python.h: apt-get install python3-dev, dnf install python3-devel, or conda"
+        fail "no Python.h: apt-get install python3-dev (of the same version)," \
+            "or dnf install python3-devel; conda's python has it"
 }
 
 change() {  # OLD NEW FILE...: one line of each file
@@ -74,29 +79,32 @@ build() {
         "$python" -m pip download --quiet "${from[@]}" --no-deps --no-binary :all: \
             --no-build-isolation --require-hashes --dest "$work" \
             --requirement "$work/source.txt"; }; then
-        fail "the download failed, see above: run this on a login node, or there, for" \
-            "install.sh FILE: pip download --no-deps --dest FOLDER horovod==$version ${tools[*]}"
+        fail "the download failed, see above: run this on a machine with internet (a login node)," \
+            "or there, for FILE:" \
+            "pip download --no-deps --dest FOLDER horovod==$version ${tools[*]}"
     fi
     tar -xzf "$work/horovod-$version.tar.gz" -C "$work"
     cd "$work/horovod-$version"
     if [[ "$framework" == torch ]]; then
-        change 'set(CMAKE_CXX_STANDARD 14)' 'set(CMAKE_CXX_STANDARD 20)' CMakeLists.txt \
-            horovod/torch/CMakeLists.txt
-        # For CPUs, whatever torch is; otherwise it would want the whole CUDA toolkit.
+        change 'set(CMAKE_CXX_STANDARD 14)' 'set(CMAKE_CXX_STANDARD 20)' \
+            CMakeLists.txt horovod/torch/CMakeLists.txt
+        # For CPU, whatever torch is: otherwise it would want the whole CUDA toolkit.
         change 'print(True if ((torch.version.cuda is not None).* else False)' 'print(False)' \
             cmake/Modules/FindPytorch.cmake
         export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1
     else
-        # It is built twice; and TensorFlow's wheel lacks the headers of xla_mpi_ops.
+        # Gloo is built twice; and TensorFlow's wheel lacks the headers for XLA.
         change 'y(third_party\/gloo)' 'y(third_party\/gloo EXCLUDE_FROM_ALL)' CMakeLists.txt
         change 'list(.*xla_mpi_ops.cc")' '' horovod/tensorflow/CMakeLists.txt
         export HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1
     fi
-    change "else 'RelWithDebInfo'" "else 'Release'" setup.py  # without symbols: less to compile
+    # Without symbols for debuggers: a sixth less to compile.
+    change "else 'RelWithDebInfo'" "else 'Release'" setup.py
     change '^from distutils.spawn import find_executable' \
-        'from shutil import which as find_executable' horovod/runner/js_run.py  # for Python 3.12
-    local flatbuffers=third_party/flatbuffers/include/flatbuffers/stl_emulation.h
+        'from shutil import which as find_executable' \
+        horovod/runner/js_run.py  # distutils is gone since Python 3.12
     # Both are assigned to, which a newer GCC refuses.
+    local flatbuffers=third_party/flatbuffers/include/flatbuffers/stl_emulation.h
     change 'pointer const data_;' 'pointer data_;' "$flatbuffers"
     change 'const size_type count_;' 'size_type count_;' "$flatbuffers"
     # Since GCC 13 no other header includes these.
@@ -118,7 +126,8 @@ build() {
 
 if [[ "$file" != *.whl ]] && ! compgen -G "$folder/*.whl" >/dev/null; then
     check_tools
-    mkdir -p "$cache" 2>/dev/null || fail "cannot write to $cache: set XDG_CACHE_HOME"
+    mkdir -p "$cache" 2>/dev/null ||
+        fail "cannot write to $cache: set XDG_CACHE_HOME to a folder that you can write to"
     echo "install.sh: building Horovod $version for $key, $mpi: 2 to 8 minutes"
     work="$(mktemp -d)"
     trap 'rm -rf "$work"' EXIT
@@ -134,4 +143,4 @@ hvd.init()
 print('sum', sum(hvd.allgather_object(hvd.rank() + 1)))" 2>&1)" || true
 [[ "$(grep -c 'sum 3' <<<"$sum")" == 2 ]] ||
     fail "two processes did not add up 1 and 2, remove $file: $sum"
-echo "install.sh: Horovod $version is installed; two processes have added up their numbers"
+echo "install.sh: Horovod $version is installed; two processes have added up numbers over Gloo"

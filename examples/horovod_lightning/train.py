@@ -99,7 +99,8 @@ class LitConvNet(L.LightningModule):
 
     def on_train_epoch_start(self):
         # horovod: rank 0 decides whether all stop; each has to call this, or others hang
-        if self.trainer.strategy.broadcast(longrun.wish(self.args)) == longrun.STOP:
+        answer = self.trainer.strategy.broadcast(longrun.wish(self.args))
+        if answer == longrun.STOP and hasattr(self, "start"):  # never without a new checkpoint
             longrun.end(self.args, self.progress, "stopped")  # job.sh requeues the job
         self.start = time.perf_counter()
         self.sums = torch.zeros(2, dtype=torch.double)  # loss, samples

@@ -17,8 +17,6 @@ import tensorflow as tf
 
 import longrun
 
-NAME = "checkpoint.npz"
-
 
 def gather(values, value):
     """Fill the list with the values of all ranks, for longrun.py."""
@@ -27,7 +25,7 @@ def gather(values, value):
 
 def find(args, run):
     """Lock the folder and test its checkpoint; return the content or None, and an error or None."""
-    path = args.output_dir / NAME
+    path = args.output_dir / "checkpoint.npz"
     if error := longrun.lock(args.output_dir):
         return None, error
     other = "or choose another --output-dir"
@@ -64,13 +62,14 @@ def start(args, name, data_sets, variables, progress):
     for number, variable in enumerate(variables if found else []):
         variable.assign(found[f"{number:04}"])  # train.py sends them to the others
     hosts = longrun.gather(os.uname().nodename)
-    longrun.record(args, "starts", step=progress["step"], hosts=hosts)
+    facts = {"tensorflow": tf.__version__, "commit": os.environ.get("COMMIT")}
+    longrun.record(args, "starts", step=progress["step"], hosts=hosts, **facts)
     if hvd.rank() == 0:
         nodes, threads = len(set(hosts)), tf.config.threading.get_intra_op_parallelism_threads()
         backend = "mpi on cpu" if hvd.mpi_enabled() else "gloo on cpu"
         where = f"{len(hosts)} processes on {nodes} node{'s' * (nodes > 1)}, {backend}"
-        each = f"{threads} thread{'s' * (threads > 1)} each, global batch {args.global_batch}"
-        print(f"{name} on {args.dataset}: {where}, {each}")
+        each = f"{threads} thread{'s' * (threads > 1)} each"
+        print(f"{name} on {args.dataset}: {where}, {each}, global batch {args.global_batch}")
         if found:
             print(f"continuing after epoch {len(progress['history'])} of {args.epochs}")
     return progress
@@ -91,7 +90,7 @@ def save(args, variables, progress):
     text = "".join(",".join(map(str, row)) + "\n" for row in rows)
     longrun.write(args, "metrics.csv", lambda file: file.write(text.encode()))
     arrays["progress"] = np.array(json.dumps(progress))
-    longrun.write(args, NAME, lambda file: np.savez(file, **arrays))
+    longrun.write(args, "checkpoint.npz", lambda file: np.savez(file, **arrays))
     if hvd.rank() == 0:
         losses = f"train loss {last['train_loss']:.4f} | test loss {last['test_loss']:.4f}"
         speed = f"{last['samples_per_second']:5.0f} samples/s | {last['seconds']:6.2f} s"

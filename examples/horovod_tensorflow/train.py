@@ -59,7 +59,7 @@ def setup(args):
     longrun.alive(args.timeout)  # joining the others takes at most --timeout
     hvd.init()  # horovod: waits for all processes and connects them
     rank, world_size = hvd.rank(), hvd.size()
-    longrun.prepare(args, rank, world_size, checkpoint.gather, hvd.shutdown)
+    longrun.prepare(args, rank, world_size, checkpoint.gather, sys.exit)  # AutoGraph cleans up
     if world_size == 1 and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         longrun.fail("srun's tasks do not know of each other: use srun --mpi=pmix, see README.md")
     threads = max(1, len(os.sched_getaffinity(0)) // hvd.local_size())  # share the cores
