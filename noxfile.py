@@ -73,8 +73,6 @@ def run_tests(session: nox.Session, example: str, kind: str) -> None:
 def pytest(session: nox.Session, kind: str, *arguments: str, example: str = "") -> None:
     """Run the tests of a kind, several at once, which take work from each other, with what they need."""
     marks, paths, requirements, at_once = sessions.KINDS[kind]
-    if kind == "slurm" and example == "ddp_spawn":  # with which a notebook in JupyterLab trains
-        requirements = "requirements.txt"
     session.install("-r", f"tests/{requirements}")
     options = [f"--numprocesses={at_once}", "--dist=worksteal"] if at_once > 1 else []
     session.run("pytest", "-m", marks, *options, "--durations=10", "--durations-min=5", *paths, *arguments)

@@ -6,10 +6,8 @@ debootstrap has made, since there is no registry of images here, and the image i
 
 import pwd
 import re
-import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from harness import outputs, readme
+from harness import outputs
 from harness.jobs import (
     EPOCHS,
     all_nodes,
@@ -32,8 +30,7 @@ from harness.jobs import (
     submit,
     two_processes,
 )
-from harness.launchers import HOROVOD, ROOT, copy_example
-from harness.notebooks import Server, start
+from harness.launchers import HOROVOD, copy_example
 from harness.runs import Reference, locked
 from lab import Lab, Wanted, tree
 from lab.config import STUDENT, find_account
@@ -137,29 +134,6 @@ def test_stopped_and_requeued(
 def test_job_array(example: str, source: Path, lab: Lab, image: Path, tmp_path: Path) -> None:
     """A task of a job array is stopped near its time limit and requeued, alone, as without an image."""
     array_of_three(lab, stub(source, tmp_path / example), IMAGE=str(image))
-
-
-@pytest.mark.only("ddp_spawn")
-def test_notebook(example: str, source: Path, lab: Lab, image: Path, tmp_path: Path) -> None:
-    """JupyterLab in an environment on top of the image, as jupyter/README.md makes it: open to its owner only."""
-    folder = tmp_path / "jupyter"
-    shutil.copytree(ROOT / "jupyter", folder)
-    (folder / "example.sif").symlink_to(image)
-    # The lab, where an ordinary user can mount images, has no internet: the packages are fetched before.
-    fetch = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:", "--python-version=3.11"]
-    fetch += ["-r", "requirements.txt", "-d", "wheels", "overrides", "typing_extensions"]  # the last: before 3.12, 3.13
-    subprocess.run([sys.executable, "-m", "uv", "pip", "install", "-q", "pip"], check=True, timeout=300)
-    subprocess.run(fetch, cwd=folder, check=True, timeout=300)
-    hand_over(folder)
-    local = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder / "wheels")}
-    *commands, submit = readme.block("jupyter/README.md", "IMAGE=example.sif sbatch run.slurm")
-    for command in commands:
-        done = lab.run(shlex.split(command), "node1", folder, local, timeout=600)
-        assert done.returncode == 0, done.stderr[-2000:]
-    server = Server(start(lab, folder, line=submit, VENV=".venv"))
-    assert (server.ask(token=server.token), server.ask(), server.ask(token=lab.user)) == ("200", "403", "403")
-    server.job.cancel()
-    server.assert_nothing_left()
 
 
 LOOK = """
