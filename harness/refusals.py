@@ -4,19 +4,15 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from harness.launchers import LAUNCHERS
 from harness.runs import Run
 
 
 def assert_refused(run: Run, status: int, *texts: str) -> None:
     """Check that bad input ended a run with `status` and one clear line, without a traceback.
 
-    Where the processes of a run have lost one, they may say so, in a line of their own.
-
     A launcher that makes a status of its own, other than train.py's 2, may add its own traceback, with no file of ours.
     """
     lines = {line for line in run.stderr.splitlines() if line.startswith("train.py: error: ")}
-    lines.discard("train.py: error: another process of the run has ended: what that one says is the cause")
     assert len(lines) == 1, f"not one error line but {len(lines)}:\n{run.stdout}\n{run.stderr}"
     assert all(text in min(lines) for text in texts), f"{texts} not in {lines}"
     ours = r'File "(.*/)?(train|train_lm|longrun|data|models)\.py"'
@@ -26,16 +22,11 @@ def assert_refused(run: Run, status: int, *texts: str) -> None:
     assert run.status == status, f"status {run.status}, not {status}"
 
 
-# What torchrun sets, for a process that is the only one; and it makes a folder for reports of errors.
+# What torchrun sets, for a process that is the only one.
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
 TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 TORCHRUN |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}  # MPI would leave files of a failed start
 TORCHRUN |= {"DS_ACCELERATOR": "cpu"}  # otherwise DeepSpeed prints that it has found no other
-MAKE_REPORTS = """
-folder = os.path.join(tempfile.gettempdir(), "torchelastic_a", "none_b", "attempt_0", "0")
-os.makedirs(folder)
-os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, "error.json")
-"""
 END = "end of a case\n"
 EACH = """
 import os, sys, tempfile, train
@@ -70,26 +61,3 @@ def assert_calls_refused(folder: Path, cases: Mapping[tuple[str, str], list[str]
         lines = [line for line in part.splitlines() if line.startswith("train.py: error: ")]
         assert len(lines) == 1 and all(text in lines[0] for text in texts), f"{case}: {part}"
     assert "Traceback" not in run.stderr and not run.left, f"{run.stderr}\n{run.left}"
-
-
-def assert_arguments_refused(
-    folder: Path, texts: Mapping[str, list[str]], call: str = "train.parse_args()", **environment: str
-) -> None:
-    """Check that `call` refuses each of these command lines, in an environment with these variables, too."""
-    assert_calls_refused(folder, {(call, words): expected for words, expected in texts.items()}, **environment)
-
-
-def assert_runs_refused(
-    example: str, folder: Path, texts: Mapping[str, list[str]], calls: Mapping[tuple[str, str], list[str]]
-) -> None:
-    """Check that a run of one process, which no launcher has to start, refuses each of these command lines; and calls.
-
-    Each process ends before it trains.
-    """
-    row = LAUNCHERS[example]
-    _, _, alone = " ".join(row.command(1)).partition("train.py")
-    call, variables = "train.main(train.parse_args())", {}
-    if row.local.startswith(("torchrun", "accelerate")):
-        call, variables = MAKE_REPORTS + call, TORCHRUN
-    cases = {(call, f"{alone} {words}"): expected for words, expected in texts.items()}
-    assert_calls_refused(folder, {**cases, **calls}, **variables)
