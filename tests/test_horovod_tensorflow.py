@@ -51,7 +51,7 @@ def test_same_digits(numpy_data: ModuleType, example: str) -> None:
         assert difference.max() <= 1 and difference.mean() < 1 / 3000
         assert ours.labels.tolist() == theirs.labels.tolist()
         images, labels = ours[[0, 5]]
-        expected, _ = theirs[[0, 5]]
+        expected, _ = theirs.__getitems__([0, 5])
         assert images.shape == (2, 28, 28, 1) and images.dtype == np.float32 and labels.dtype == np.int64
         assert np.abs(images[..., 0] - expected[:, 0].numpy()).max() < 0.02
     train_set, test_set = numpy_data.load("synthetic", size=600)
