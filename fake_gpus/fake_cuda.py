@@ -5,7 +5,6 @@ import os
 import socket
 import tempfile
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ BACKENDS, NOTED = {}, set()  # by type of device; the lines of the log
 STATE = {"device": 0, "compared": False}
 LOG, _ = tempfile.mkstemp(".log", f"{os.getpid()}-", os.environ["FAKE_GPUS"])
 FREE = ("copy_", "__getitem__", "__setitem__", "set_", "_has_compatible_shallow_copy_type")  # take both
+COLLECTIVES = "all_reduce broadcast all_gather all_gather_into_tensor reduce_scatter_tensor barrier send recv"
 
 
 def note(what):
@@ -206,10 +206,10 @@ def install():
     replace(torch.cuda, **common, current_device=lambda: STATE["device"], set_device=set_device, Event=Stream)
     replace(torch.cuda, stream=contextlib.nullcontext, is_current_stream_capturing=False, is_initialized=True)
     replace(torch.cuda, is_bf16_supported=True, get_device_capability=(8, 0), get_device_name="fake GPU")
-    properties = SimpleNamespace(total_memory=1 << 34)
-    replace(torch.cuda, get_rng_state_all=[], set_rng_state_all=None, get_device_properties=properties)
-    for name in ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier"):
+    replace(torch.cuda, get_rng_state_all=[], set_rng_state_all=None)
+    for name in COLLECTIVES.split():
         setattr(dist, name, collective(name, getattr(dist, name)))
     dist.init_process_group, dist.is_nccl_available = init_process_group, lambda: True
-    torch.autocast.__init__, torch.Tensor.pin_memory, DistributedDataParallel.__init__ = autocast, pin_memory, wrap
+    torch.autocast.__init__, DistributedDataParallel.__init__ = autocast, wrap
+    torch.Tensor.pin_memory = pin_memory
     FakeGPUs().__enter__()

@@ -16,6 +16,7 @@ from tests.test_minimal import command
 REACHED = ("accelerate", "ddp_spawn", "deepspeed", "lightning", "torchrun_multinode", "torchrun_vision")
 NOT_REACHED = {
     "fsdp": "FSDP2 makes and gathers its weights below the functions that are replaced",
+    "minimal.py of deepspeed": "ZeRO stage 2 takes memory on the GPU during the backward pass",
     "lora": "TRL computes its loss by a Triton kernel, which needs a GPU",
 }
 TRAIN = ["--epochs", "2", "--limit-steps", "2", "--precision", "bf16"]
@@ -26,7 +27,7 @@ EVERY = ["copied from pinned memory to {0}", "all_reduce by nccl on {0}", "init_
 def test_reached() -> None:
     """Each example that uses GPUs is executed below, or the README says why it is not."""
     page = " ".join((ROOT / "fake_gpus" / "README.md").read_text().split())
-    assert {*REACHED, *NOT_REACHED} == {name for name in EXAMPLES if LAUNCHERS[name].gpus}
+    assert {*REACHED, *NOT_REACHED} - {"minimal.py of deepspeed"} == {name for name in EXAMPLES if LAUNCHERS[name].gpus}
     assert all(f"**{name}**: {reason}" in page for name, reason in NOT_REACHED.items())
 
 
@@ -53,7 +54,7 @@ def test_trains(example: str, folder: Path, tmp_path: Path) -> None:
     assert_used(tmp_path / "logs", EVERY + wanted)
 
 
-@pytest.mark.only(*REACHED)
+@pytest.mark.only(*(name for name in REACHED if f"minimal.py of {name}" not in NOT_REACHED))
 @pytest.mark.runs("weekly")
 def test_minimal(example: str, folder: Path, tmp_path: Path) -> None:
     """minimal.py trains on GPUs."""
