@@ -2,15 +2,15 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).parent
 
 
-def environment(logs: Path, devices: int = 2, folder: Path = FOLDER) -> dict[str, str]:
-    """Return the variables with which a process finds fake GPUs, and leaves a log in the folder `logs`."""
+def environment(logs: Path, folder: Path = FOLDER) -> dict[str, Any]:
+    """Return the variables with which a process finds two fake GPUs, and leaves a log in the folder `logs`."""
     logs.mkdir(parents=True, exist_ok=True)
-    variables = {"PYTHONPATH": str(folder), "FAKE_GPUS": str(logs)}
-    return variables | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices)))}
+    return {"PYTHONPATH": str(folder), "FAKE_GPUS": str(logs), "CUDA_VISIBLE_DEVICES": "0,1"}
 
 
 def training(logs: Path) -> list[tuple[list[str], str]]:

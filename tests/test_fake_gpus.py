@@ -15,7 +15,8 @@ from tests.test_minimal import command
 
 REACHED = ("accelerate", "ddp_spawn", "deepspeed", "lightning", "torchrun_multinode", "torchrun_vision")
 NOT_REACHED = {
-    "fsdp": "FSDP2 gathers its weights in C++, where nobody notes on which device they are",
+    "fsdp": "FSDP2 makes and gathers its weights below the functions that are replaced",
+    "minimal.py of deepspeed": "ZeRO stage 2 takes memory on the GPU during the backward pass",
     "lora": "TRL computes its loss by a Triton kernel, which needs a GPU",
 }
 TRAIN = ["--epochs", "2", "--limit-steps", "2", "--precision", "bf16"]
@@ -26,7 +27,7 @@ EVERY = ["copied from pinned memory to {0}", "all_reduce by nccl on {0}", "init_
 def test_reached() -> None:
     """Each example that uses GPUs is executed below, or the README says why it is not."""
     page = " ".join((ROOT / "fake_gpus" / "README.md").read_text().split())
-    assert {*REACHED, *NOT_REACHED} == {name for name in EXAMPLES if LAUNCHERS[name].gpus}
+    assert {*REACHED, *NOT_REACHED} - {"minimal.py of deepspeed"} == {name for name in EXAMPLES if LAUNCHERS[name].gpus}
     assert all(f"**{name}**: {reason}" in page for name, reason in NOT_REACHED.items())
 
 
@@ -53,8 +54,7 @@ def test_trains(example: str, folder: Path, tmp_path: Path) -> None:
     assert_used(tmp_path / "logs", EVERY + wanted)
 
 
-@pytest.mark.only(*REACHED)
-@pytest.mark.runs("checks", "torchrun_multinode")
+@pytest.mark.only(*(name for name in REACHED if f"minimal.py of {name}" not in NOT_REACHED))
 @pytest.mark.runs("weekly")
 def test_minimal(example: str, folder: Path, tmp_path: Path) -> None:
     """minimal.py trains on GPUs."""
@@ -64,8 +64,8 @@ def test_minimal(example: str, folder: Path, tmp_path: Path) -> None:
 
 
 DEVICE = 'torch.device("cuda", local_rank)'
-MISTAKES = {  # in minimal.py: what stands there, what somebody wrote instead, and the error
-    "a GPU that is not there": (DEVICE, 'torch.device("cuda", local_rank + 1)', "invalid device ordinal: cuda:2"),
+MISTAKES = {  # in minimal.py: what stands there, what somebody wrote instead, and the error; the first three in checks
+    "a wrong name": ("torch.cuda.set_device(", "torch.cuda.set_devcie(", "no attribute 'set_devcie'"),
     "a GPU for two processes": (DEVICE, 'torch.device("cuda", 0)', "Duplicate GPU detected"),
     "a batch left on the CPU": ("images.to(device), ", "images, ", "Expected all tensors to be on the same device"),
     "sums left on the CPU": (", device=device)  # loss, samples", ")  # loss, samples", "on the same device"),
@@ -74,13 +74,15 @@ MISTAKES = {  # in minimal.py: what stands there, what somebody wrote instead, a
         "dist.all_reduce(sums.cpu())",
         "associated with device type",
     ),
-    "a wrong name": ("torch.cuda.set_device(", "torch.cuda.set_devcie(", "no attribute 'set_devcie'"),
+    "a GPU that is not there": (DEVICE, 'torch.device("cuda", local_rank + 1)', "invalid device ordinal: cuda:2"),
 }
 
 
 @pytest.mark.only("torchrun_multinode")
-@pytest.mark.runs("checks")
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize(
+    "mistake",
+    [pytest.param(name, marks=[pytest.mark.runs("weekly")] * (number > 2)) for number, name in enumerate(MISTAKES)],
+)
 def test_finds(example: str, folder: Path, tmp_path: Path, mistake: str) -> None:
     """A mistake in a line for GPUs, which no run on CPUs shows, is found."""
     right, wrong, error = MISTAKES[mistake]
