@@ -331,6 +331,7 @@ def measured(command: list[str], folder: Path, args: Namespace, name: str, varia
     """Run a command to its end; return the MB of its largest process. Raise LookupError if it fails."""
     from harness.processes import finish
 
+    variables |= {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // args.processes))}
     done = finish([sys.executable, "-c", PEAK, *command], SECONDS, cwd=folder, env=os.environ | variables)
     if done.returncode:
         (args.output / f"others-{name}.log").write_text(done.stdout + done.stderr)
@@ -347,9 +348,8 @@ def theirs(name: str, source: Path, folder: Path, args: Namespace) -> tuple[floa
     words = ["git", "-C", str(source), "archive", program.commit, *([part] if part != "." else [])]
     archive = subprocess.run(words, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
-    threads = str(max(1, len(os.sched_getaffinity(0)) // n))
     variables = {NAME: name, FILE: str(folder / program.file), EVENTS: str(folder / "events.json")}
-    variables |= {EPOCHS: str(args.epochs), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads}
+    variables |= {EPOCHS: str(args.epochs), "PYTHONPATH": str(ROOT)}
     if args.device == "cpu":
         variables |= {ON_CPU: "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     command = program.command.format(n=n, run=Path(__file__).resolve(), epochs=args.epochs, device=args.device)
