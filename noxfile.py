@@ -172,4 +172,4 @@ def lint(session: nox.Session) -> None:
     session.run("mypy", ".")
     session.run("shellcheck", "--shell=bash", *sessions.shell_scripts())
     session.run("yamllint", "--strict", ".")
-    session.run("jactionlint", "--strict-exit")  # with the scripts of its steps, by shellcheck
+    session.run("jactionlint", "--strict-exit", "--ignore=unpinned-images")  # each Debian as it is today
