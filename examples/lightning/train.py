@@ -99,7 +99,8 @@ class LitConvNet(L.LightningModule):
 
     def on_train_epoch_start(self):
         # ddp: rank 0 decides whether all stop; each has to call this, or others hang
-        if self.trainer.strategy.broadcast(longrun.wish(self.args)) == longrun.STOP:
+        answer = self.trainer.strategy.broadcast(longrun.wish(self.args))
+        if answer == longrun.STOP and hasattr(self, "start"):  # never without a new checkpoint
             longrun.end(self.args, self.progress, "stopped")  # job.sh requeues the job
         self.start = time.perf_counter()
         self.sums = torch.zeros(2, dtype=torch.double, device=self.device)  # loss, samples
@@ -137,8 +138,7 @@ class LitConvNet(L.LightningModule):
         dist.all_reduce(self.sums)  # ddp: sum over all processes
         test_loss, accuracy = (self.sums[:2] / self.sums[2]).tolist()
         row = {"train_loss": self.train_loss, "test_loss": test_loss, "test_accuracy": accuracy}
-        # lightning: for loggers and callbacks; "max", since all processes have the same values
-        self.log_dict(row, sync_dist=True, reduce_fx="max")
+        self.log_dict(row, sync_dist=True, reduce_fx="max")  # lightning: for loggers, callbacks
         row = {"epoch": self.current_epoch + 1} | row | self.speed
         self.progress["history"].append(row | {"world_size": self.trainer.world_size})
         self.progress["step"] = self.global_step
