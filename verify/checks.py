@@ -60,11 +60,11 @@ class Run:
     """What a run has left: status, log, notes and results."""
 
     def __init__(self, place, folder, status, seconds):
-        """Read the log and the hook's notes."""
+        """Read the log and the hook's notes, in whole lines: a kill can cut the last one."""
         self.place, self.folder, self.status, self.seconds = place, folder, status, seconds
         self.text = (place / "log").read_text(errors="replace")
         files = sorted(place.glob("notes/*.jsonl"))
-        self.notes = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        self.notes = [json.loads(n) for file in files for n in file.read_text().split("\n")[:-1]]
         self.steps = max([note["step"] for note in self.of("exit")], default=0)
         self.good = status == 0 and (folder / "metrics.csv").exists()
         lines = [line for line in self.text.splitlines() if "torch.distributed" not in line]
