@@ -50,13 +50,11 @@ def test_every_node_waits_for_the_others(example: str, source: Path, lab: Lab, t
 
 
 def test_srun_without_pmi(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """Plain srun, which tells MPI nothing: every task refuses with the same line, and none trains alone."""
+    """Plain srun, which tells MPI nothing: Open MPI says so, or train.py itself. No task trains alone."""
     folder = hand_over(copy_example(source, tmp_path / example))
     command = ["srun", "--nodes=2", "--ntasks-per-node=2", f"{SETTINGS['VENV']}/bin/python", "train.py"]
     done = lab.run(command, cwd=folder, timeout=300)
-    errors = [line for line in done.stderr.splitlines() if line.startswith("train.py: error: ")]
-    assert done.returncode != 0 and len(errors) == 4 and len(set(errors)) == 1, done.stderr
-    assert "--mpi=pmix" in errors[0]
+    assert done.returncode != 0 and re.search("PMI support|--mpi=pmix", done.stderr), done.stderr
     assert not (folder / "output").exists()
 
 
