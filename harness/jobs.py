@@ -88,12 +88,6 @@ class Job:
         """What `scontrol show job` says."""
         return self.lab.job(self.id)
 
-    def limit_time(self, seconds: int) -> None:
-        """Change the job's time limit: it gets as many seconds from now on, and up to 59 more."""
-        hours, minutes, past = map(int, self.shown["RunTime"].split(":"))
-        limit = -(-(hours * 3600 + minutes * 60 + past + seconds) // 60)
-        self.lab.run(["scontrol", "update", f"JobId={self.id}", f"TimeLimit={limit}"], user="root", check=True)
-
     def wait_for_epoch(self, number: int) -> None:
         """Wait until an epoch is over: saved, and printed."""
         self.wait_for_line(EPOCH.format(number))

@@ -24,8 +24,7 @@ from lab import Lab, Wanted, why_not  # noqa: E402
 # A shell lets what it starts with `&` ignore SIGINT, and so would everything that these tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ONE = "ddp_spawn"  # with which a test with the mark runs("one") is an ordinary one: the plainest
-WHEN = ("smoke", "checks", "one", "weekly")  # the words of the mark `runs`
+WHEN = ("smoke", "checks", "weekly")  # the words of the mark `runs`
 CLAUSES = {field.name for field in dataclasses.fields(Launcher) if field.type is bool}
 
 # Where CI=true is set, as in .ci/run, a skip would look like a pass. These reasons alone are permitted there.
@@ -86,13 +85,6 @@ def when_it_runs(item: pytest.Item) -> set[str]:
     return {when for when, *names in marks if not names or example in names}
 
 
-def is_weekly(item: pytest.Item, when: set[str]) -> bool:
-    """Whether a test is too long for the ordinary checks, alone or with its example, by these words of `runs`."""
-    if "example" not in item.fixturenames:
-        return "weekly" in when
-    return "weekly" in when or ("one" in when and item.callspec.params["example"] != ONE)
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest itself selects by mark
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Do what the marks say: leave out tests of other examples, and mark what is weekly and what belongs to none.
@@ -106,7 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         chosen.append(item)
         when = when_it_runs(item)
-        if is_weekly(item, when):
+        if "weekly" in when:
             item.add_marker("weekly")
         elif "smoke" in when and "checks" not in when:
             item.add_marker("smoke")

@@ -9,7 +9,7 @@ import pytest
 
 from harness import outputs, runs
 from harness.jobs import hand_over
-from harness.launchers import LAUNCHERS, copy_example
+from harness.launchers import EXAMPLES, LAUNCHERS, copy_example
 from harness.runs import Reference
 from lab import Wanted
 from lab.config import find_account
@@ -42,7 +42,7 @@ def assert_trained(run: runs.Run, example: str, reference: Reference) -> None:
 
 
 @needs_root
-@pytest.mark.runs("one")
+@pytest.mark.runs("weekly", *[name for name in EXAMPLES if name != "ddp_spawn"])
 def test_ordinary_user(example: str, source: Path, tmp_path: Path, reference: Reference) -> None:
     """A user without a name, umask 077, an ASCII locale, a space and an é in the path, TMPDIR with noexec: all work.
 

@@ -308,7 +308,7 @@ def test_checkpoint_of_another_model_or_data(example: str, finished: Path) -> No
     assert content(finished / "output") == before
 
 
-@pytest.mark.only("deepspeed", "fsdp", "horovod_cpu", "lightning", "lora")
+@pytest.mark.only("accelerate", "deepspeed", "fsdp", "horovod_cpu", "lightning", "lora", "torchrun_vision")
 def test_rows_of_verify(example: str, folder: Path) -> None:
     """Three rows of verify find nothing; tests/test_faults.py has all rows, for ddp_spawn and torchrun_multinode.
 

@@ -11,7 +11,6 @@ import pytest
 from harness import edits, outputs, readme
 from harness.jobs import (
     EPOCHS,
-    Job,
     all_nodes,
     assert_completed,
     held,
@@ -20,7 +19,6 @@ from harness.jobs import (
     two_processes,
 )
 from harness.launchers import HOROVOD, LAUNCHERS, MINIMAL, ROOT, copy_example
-from harness.processes import wait_until
 from harness.runs import Reference
 from lab import Lab, faults
 from verify import checks
@@ -113,13 +111,3 @@ def test_gloo_instead_of_mpi(example: str, source: Path, lab: Lab, tmp_path: Pat
     assert not list(folder.rglob("*was-called"))
     assert_completed(by_mpi, EPOCHS, processes=2)
     outputs.assert_same_run(job.output, by_mpi.output)
-
-
-def wait_for_progress(job: Job, starts: int) -> None:
-    """Wait until a job has started so many times, has continued, and done an epoch since."""
-    since = "continuing after epoch"
-    try:
-        wait_until(lambda: job.log.count(since) == starts - 1, 300, f"start {starts} of job {job.id}")
-        wait_until(lambda: "train loss" in job.log.rpartition(since)[2], 300, "an epoch after it")
-    except AssertionError as error:
-        raise AssertionError(f"{error}: {job.shown['JobState']}\n{job.log}") from None
