@@ -119,8 +119,8 @@ def train_one_epoch(args, accelerator, ddp_model, batches, stateful, progress):
             progress["epoch_step"] += 1
             pending.wait()
             if answer != longrun.GO_ON:
-                # ddp: the checkpoint has the sums over all processes. It is one file, as a whole;
-                # accelerator.save_state() would write several, of which a kill could leave a part.
+                # ddp: the checkpoint has the sums over all processes. It is one file, whole or not
+                # there: accelerator.save_state() writes several, and a kill can leave a part.
                 so_far = progress | {"sums": accelerator.reduce(sums)}
                 longrun.save_checkpoint(args, stateful, so_far)
             if answer == longrun.STOP:
