@@ -1,4 +1,4 @@
-"""GPUs that are not there: the CPU computes, Gloo stands for NCCL, and a log lists what was called."""
+"""Fake GPUs: the CPU computes, Gloo stands for NCCL, and a log lists what was called."""
 
 import contextlib
 import os
@@ -13,12 +13,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 GPUS = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-PLACES = WeakTensorKeyDictionary()  # the GPU that a tensor is on, or "pinned"; the others are on the CPU
+PLACES = WeakTensorKeyDictionary()  # the GPU of a tensor, or "pinned"; the others are on the CPU
 BACKENDS, NOTED = {}, set()  # by type of device; the lines of the log
 STATE = {"device": 0, "compared": False}
 LOG, _ = tempfile.mkstemp(".log", f"{os.getpid()}-", os.environ["FAKE_GPUS"])
-FREE = ("copy_", "__getitem__", "__setitem__", "set_", "_has_compatible_shallow_copy_type")  # take both
-COLLECTIVES = "all_reduce broadcast all_gather all_gather_into_tensor reduce_scatter_tensor barrier send recv"
+# These functions take tensors of both devices.
+FREE = ("copy_", "__getitem__", "__setitem__", "set_", "_has_compatible_shallow_copy_type")
+COLLECTIVES = (
+    *("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor"),
+    *("reduce_scatter_tensor", "barrier", "send", "recv"),
+)
 
 
 def note(what):
@@ -35,7 +39,7 @@ def find(device):
         return None
     index = STATE["device"] if device.index is None else device.index
     if index >= len(GPUS):
-        raise RuntimeError(f"CUDA error: invalid device ordinal: cuda:{index}, and there are {len(GPUS)} fake GPUs")
+        raise RuntimeError(f"CUDA error: invalid device ordinal: cuda:{index} of {len(GPUS)} GPUs")
     return torch.device("cuda", index)
 
 
@@ -58,12 +62,15 @@ def tensors(values):
     """Return the tensors in nested lists, tuples and dictionaries."""
     if isinstance(values, torch.Tensor):
         return [values]
-    values = list(values.values()) if isinstance(values, dict) else values
-    return [one for value in values for one in tensors(value)] if isinstance(values, (list, tuple)) else []
+    if isinstance(values, dict):
+        values = list(values.values())
+    if not isinstance(values, (list, tuple)):
+        return []
+    return [one for value in values for one in tensors(value)]
 
 
 class FakeGPUs(TorchFunctionMode):
-    """Does on the CPU what PyTorch's functions would do on a GPU, and refuses what a GPU would refuse."""
+    """Do on the CPU what PyTorch would do on a GPU, and refuse what a GPU would refuse."""
 
     def __torch_function__(self, function, _, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
@@ -76,7 +83,7 @@ class FakeGPUs(TorchFunctionMode):
             function(*args)
             return put(args[0], gpu(args[1]))
         if own and name in ("numpy", "__array__"):
-            raise TypeError(f"can't convert {own} device type tensor to numpy. Use Tensor.cpu() first")
+            raise TypeError(f"can't convert {own} tensor to numpy. Use Tensor.cpu() first")
         if own and name in ("device.__get__", "is_cuda.__get__", "is_cpu.__get__"):
             return {"device": own, "is_cuda": True, "is_cpu": False}[name.partition(".")[0]]
         device = self.compare(name, args, kwargs)
@@ -89,7 +96,7 @@ class FakeGPUs(TorchFunctionMode):
         return put(result, device) if device else result
 
     def move(self, name, own, tensor, *args, **kwargs):
-        """Tensor.to, .cuda and .cpu: return a copy that is on another device, or the tensor itself."""
+        """Tensor.to, .cuda and .cpu: return a copy on another device, or the tensor itself."""
         place, target = kwargs.pop("device", args[0] if args else None), own
         place = name if place is None and name != "to" else place
         if isinstance(place, (str, int, torch.device)):
@@ -104,14 +111,15 @@ class FakeGPUs(TorchFunctionMode):
         return put(result.clone() if result is tensor else result, target)
 
     def compare(self, name, args, kwargs):
-        """Return the GPU of a function's tensors, which all have to be on it, but for single numbers."""
+        """Return the GPU of a function's tensors; all but single numbers have to be on it."""
         given = tensors([*args, kwargs])
         found = {place for place in map(gpu, given) if place}
         in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-        left = [one for one in given if not gpu(one) and (one.dim() or (in_place and one is args[0]))]
+        left = [one for one in given if not gpu(one)]
+        left = [one for one in left if one.dim() or (in_place and one is args[0])]
         if len(found) > 1 or (found and left and name not in FREE):
             places = [*map(str, found), *(["cpu"] * bool(left))]
-            raise RuntimeError(f"Expected all tensors to be on the same device, but {name} has some on {places}")
+            raise RuntimeError(f"Expected all tensors to be on the same device: {name} on {places}")
         return gpu(args[0]) if name in FREE else next(iter(found), None)
 
 
@@ -131,19 +139,20 @@ class Stream:
 
 
 def communicate(name, values, group):
-    """Note by which backend tensors are sent; refuse a device without one, and a GPU of two processes."""
+    """Note which backend sends tensors; refuse a device without one, and a GPU of two ranks."""
     for tensor in tensors(values):
         device = gpu(tensor)
-        backend = BACKENDS.get("cuda" if device else "cpu")
+        kind = "cuda" if device else "cpu"
+        backend = BACKENDS.get(kind)
         if not backend:
-            raise RuntimeError(f"No backend type associated with device type {'cuda' if device else 'cpu'}: {name}")
+            raise RuntimeError(f"No backend type associated with device type {kind}: {name}")
         note(f"{name} by {backend} on {device or 'the CPU'}")
         if backend == "nccl" and not group and not STATE["compared"]:
             STATE["compared"], found = True, [None] * dist.get_world_size()
             own = (os.environ.get("SLURMD_NODENAME", socket.gethostname()), GPUS[device.index])
             dist.all_gather_object(found, own)
             if found.count(own) > 1:
-                raise RuntimeError(f"Duplicate GPU detected: rank {dist.get_rank()} and another one use {device}")
+                raise RuntimeError(f"Duplicate GPU detected: two ranks use {device}")
 
 
 def collective(name, real):
@@ -159,14 +168,16 @@ def collective(name, real):
 
 
 def replace(place, **answers):
-    """Replace functions of torch.cuda or torch.accelerator by others, by what they return, or by classes."""
+    """Replace functions of a module by other functions, by what they return, or by classes."""
 
     def call(*args, _name, _answer, **kwargs):
         note(f"{place.__name__}.{_name}")
         return _answer(*args, **kwargs) if callable(_answer) else _answer
 
     for name, answer in answers.items():
-        setattr(place, name, answer if isinstance(answer, type) else partial(call, _name=name, _answer=answer))
+        if not isinstance(answer, type):
+            answer = partial(call, _name=name, _answer=answer)
+        setattr(place, name, answer)
 
 
 def install():
@@ -178,36 +189,43 @@ def install():
 
     def pin_memory(tensor, *_):
         if gpu(tensor):
-            raise RuntimeError(f"cannot pin a tensor on {gpu(tensor)}: only dense CPU tensors can be pinned")
+            raise RuntimeError(f"cannot pin a tensor on {gpu(tensor)}")
         return put(tensor.clone(), "pinned")
 
-    def autocast(self, device_type, dtype=None, enabled=True, *args, real=torch.autocast.__init__, **kwargs):
+    start_autocast, start_ddp = torch.autocast.__init__, DistributedDataParallel.__init__
+    start_group = dist.init_process_group
+
+    def autocast(self, device_type, dtype=None, enabled=True, *args, **kwargs):
         if device_type == "cuda":
             device_type, dtype = "cpu", dtype or torch.float16
             note(f"autocast to {dtype}" if enabled else "autocast, not enabled")
-        real(self, device_type, dtype, enabled, *args, **kwargs)
+        start_autocast(self, device_type, dtype, enabled, *args, **kwargs)
 
-    def wrap(self, module, *args, real=DistributedDataParallel.__init__, **kwargs):
-        communicate("DistributedDataParallel", list(module.parameters()), kwargs.get("process_group"))
-        real(self, module, *args, **kwargs)
+    def wrap(self, module, *args, process_group=None, **kwargs):
+        communicate("DistributedDataParallel", list(module.parameters()), process_group)
+        start_ddp(self, module, *args, process_group=process_group, **kwargs)
 
-    def init_process_group(backend=None, *args, device_id=None, real=dist.init_process_group, **kwargs):
-        note(f"init_process_group with {backend}, {'any GPU' if device_id is None else find(device_id)}")
+    def init_process_group(backend=None, *args, device_id=None, **kwargs):
+        place = "any GPU" if device_id is None else find(device_id)
+        note(f"init_process_group with {backend}, {place}")
         pairs = {None: "cpu:gloo,cuda:nccl", "nccl": "cuda:nccl"}.get(backend, backend)
         pairs = pairs if ":" in pairs else f"cpu:{pairs},cuda:{pairs}"
         BACKENDS.update(pair.split(":") for pair in pairs.split(","))
-        real("gloo" if {*BACKENDS.values()} <= {"gloo", "nccl"} else backend, *args, **kwargs)
+        known = {*BACKENDS.values()} <= {"gloo", "nccl"}
+        start_group("gloo" if known else backend, *args, **kwargs)
 
     common = dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), 1 << 20)
     common |= dict.fromkeys(["synchronize", "empty_cache", "reset_peak_memory_stats"])
-    common |= {"is_available": True, "device_count": len(GPUS), "current_stream": Stream, "Stream": Stream}
+    common |= {"is_available": True, "device_count": len(GPUS)}
+    common |= {"current_stream": Stream, "Stream": Stream}
+    device = {"current_device": lambda: STATE["device"], "set_device": set_device}
     replace(torch.accelerator, **common, current_accelerator=torch.device("cuda"))
-    replace(torch.accelerator, current_device_index=lambda: STATE["device"], set_device_index=set_device)
-    replace(torch.cuda, **common, current_device=lambda: STATE["device"], set_device=set_device, Event=Stream)
-    replace(torch.cuda, stream=contextlib.nullcontext, is_current_stream_capturing=False, is_initialized=True)
-    replace(torch.cuda, is_bf16_supported=True, get_device_capability=(8, 0), get_device_name="fake GPU")
-    replace(torch.cuda, get_rng_state_all=[], set_rng_state_all=None)
-    for name in COLLECTIVES.split():
+    replace(torch.accelerator, **{f"{name}_index": answer for name, answer in device.items()})
+    replace(torch.cuda, **common, **device, Event=Stream, stream=contextlib.nullcontext)
+    replace(torch.cuda, is_current_stream_capturing=False, is_initialized=True)
+    replace(torch.cuda, is_bf16_supported=True, get_device_capability=(8, 0))
+    replace(torch.cuda, get_device_name="fake GPU", get_rng_state_all=[], set_rng_state_all=None)
+    for name in COLLECTIVES:
         setattr(dist, name, collective(name, getattr(dist, name)))
     dist.init_process_group, dist.is_nccl_available = init_process_group, lambda: True
     torch.autocast.__init__, DistributedDataParallel.__init__ = autocast, wrap

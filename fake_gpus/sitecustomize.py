@@ -1,4 +1,4 @@
-"""Python imports this file when it starts, if this folder is in PYTHONPATH: it adds the fake GPUs to torch."""
+"""Add the fake GPUs to torch: Python imports this file at its start from PYTHONPATH."""
 
 import os
 

@@ -5,10 +5,10 @@ fake_gpus/README.md says what these are, what they cannot show, and which exampl
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import fake_gpus
 from harness import runs
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
 from tests.test_minimal import command
@@ -24,6 +24,18 @@ ARGUMENTS = {"torchrun_vision": [*TRAIN[:-1], "fp16", "--max-grad-norm", "1", "-
 EVERY = ["copied from pinned memory to {0}", "all_reduce by nccl on {0}", "init_process_group", "set_device to {0}"]
 
 
+def fake_gpus(logs: Path, folder: Path = ROOT / "fake_gpus") -> dict[str, Any]:
+    """Return the variables with which a process finds two fake GPUs, and leaves a log in the folder `logs`."""
+    logs.mkdir(parents=True, exist_ok=True)
+    return {"PYTHONPATH": str(folder), "FAKE_GPUS": str(logs), "CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+def training(logs: Path) -> list[tuple[list[str], str]]:
+    """Return, for each process that trained, the GPUs that it used, and its log; in the order of the GPUs."""
+    found = [path.read_text() for path in logs.glob("*.log")]
+    return sorted((sorted(set(re.findall(r"cuda:\d+", text))), text) for text in found if "pinned memory" in text)
+
+
 def test_reached() -> None:
     """Each example that uses GPUs is executed below, or the README says why it is not."""
     page = " ".join((ROOT / "fake_gpus" / "README.md").read_text().split())
@@ -33,7 +45,7 @@ def test_reached() -> None:
 
 def assert_used(logs: Path, wanted: list[str]) -> None:
     """Check that each of two processes used a GPU of its own, and that its log has these lines."""
-    found = fake_gpus.training(logs)
+    found = training(logs)
     assert [gpus for gpus, _ in found] == [["cuda:0"], ["cuda:1"]], found
     for (own,), log in found:
         assert all(f"{line.format(own)}" in log for line in wanted), log
@@ -44,7 +56,7 @@ def assert_used(logs: Path, wanted: list[str]) -> None:
 def test_trains(example: str, folder: Path, tmp_path: Path) -> None:
     """train.py trains two epochs: GPUs, NCCL, pinned memory, autocast, and where it has them, fused AdamW and fp16."""
     arguments = ARGUMENTS.get(example, TRAIN)
-    run = runs.train(example, folder, 2, *arguments, **fake_gpus.environment(tmp_path / "logs"))
+    run = runs.train(example, folder, 2, *arguments, **fake_gpus(tmp_path / "logs"))
     assert "2 processes on 1 node, nccl on cuda" in run.stdout and len(re.findall("^epoch", run.stdout, re.M)) == 2
     text = (folder / "train.py").read_text()
     wanted = ["DistributedDataParallel by nccl on {0}"] * (example != "deepspeed")  # whose weights have its dtype
@@ -58,7 +70,7 @@ def test_trains(example: str, folder: Path, tmp_path: Path) -> None:
 @pytest.mark.runs("weekly")
 def test_minimal(example: str, folder: Path, tmp_path: Path) -> None:
     """minimal.py trains on GPUs."""
-    run = runs.Run(command(folder), folder, fake_gpus.environment(tmp_path / "logs")).wait()
+    run = runs.Run(command(folder), folder, fake_gpus(tmp_path / "logs")).wait()
     assert run.status == 0 and "\nepoch 2: " in run.stdout, run.stderr
     assert_used(tmp_path / "logs", EVERY)
 
@@ -89,5 +101,5 @@ def test_finds(example: str, folder: Path, tmp_path: Path, mistake: str) -> None
     text = (folder / "minimal.py").read_text()
     assert right in text
     (folder / "minimal.py").write_text(text.replace(right, wrong))
-    run = runs.Run(command(folder), folder, fake_gpus.environment(tmp_path / "logs")).wait(leaves=30)
+    run = runs.Run(command(folder), folder, fake_gpus(tmp_path / "logs")).wait(leaves=30)
     assert run.status and error in run.stderr and "epoch 2: " not in run.stdout, run.stderr
