@@ -101,8 +101,10 @@ class Lab:
             self.folder.mkdir()
             self.folder.chmod(0o711)  # munged wants every user to reach its socket
             plan.write()
-            self._start_keeper(detached)
+            self._start_keeper()
             self._use(plan)
+            if detached:
+                (self.folder / "detached").touch()
         except LabError as error:
             self._kill()
             raise LabError(f"{error}; logs are in {self.folder}/logs") from None
@@ -113,23 +115,22 @@ class Lab:
             os.umask(mask)
         return self
 
-    def _start_keeper(self, detached: bool) -> None:
+    def _start_keeper(self) -> None:
         """Start the process that the lab depends on, and wait until it says that the lab is ready."""
-        owner = [] if detached else [os.pidfd_open(os.getpid())]
+        owner = os.pidfd_open(os.getpid())
         with open(self.folder / "logs" / "keeper.log", "wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-c", "from lab.keeper import main; main()", str(self.folder), *map(str, owner)],
+                [sys.executable, "-c", "from lab.keeper import main; main()", str(self.folder), str(owner)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 cwd=Path(__file__).resolve().parent.parent,
                 env={"PATH": SEARCH, "LANG": "C.UTF-8"},
-                pass_fds=owner,
+                pass_fds=[owner],
                 start_new_session=True,  # Ctrl-C is for us alone
             )
-        for handle in owner:
-            os.close(handle)
+        os.close(owner)
         assert process.stdout is not None
         try:
             answer = process.stdout.readline().strip()

@@ -152,7 +152,7 @@ class Plan(Wanted):
             os.chown(one.home, one.uid, one.gid)
         entries = [f"{one.user}:x:{one.uid}:{one.gid}::{one.home}:/bin/bash\n" for one in (who, root)]
         self.put_before("passwd", entries)
-        # A user who has a name has a group, too: what his number means here is said by the machine's own entry.
+        # The machine has the group of any other user.
         self.put_before("group", [f"{who.user}:x:{who.gid}:\n"] if who.user == STUDENT else [])
         # SLURM asks `su - USER` for the login environment of a job with --export=NONE, and su wants an entry here.
         shadow = [f"{one.user}:*:20000:0:99999:7:::\n" for one in (who, root)]

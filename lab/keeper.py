@@ -4,8 +4,9 @@ The kernel ends every process of a PID namespace together with its PID 1, and ne
 their last process. So ending the keeper, in whatever way, ends the lab. Each node is another such set of namespaces
 inside the keeper's, with a small PID 1 of its own.
 
-`Lab.up` starts it with the lab's folder and, unless the lab shall stay, a pidfd of the process that wants the lab. When
-that process ends, the lab ends, too. One line comes back on standard output: `ready` or `error: ...`.
+`Lab.up` starts it with two arguments: the lab's folder, and a pidfd of the process that wants the lab. When that
+process ends, the lab ends, too, unless the folder has a file named `detached`. One line comes back on standard output:
+`ready` or `error: ...`.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ CLONE_ALL = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 
 def main() -> None:
     """Start the keeper in namespaces of its own, and put down which process it is; arguments: see above."""
-    folder, owner = Path(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else None
+    folder, owner = Path(sys.argv[1]), int(sys.argv[2])
     os.chdir("/")
     os.umask(0o022)
     plan = Plan.load(folder)
@@ -42,7 +43,7 @@ def main() -> None:
     (folder / "keeper").write_text(str(pid))
 
 
-def keep(plan: Plan, owner: int | None, tmp: int) -> None:
+def keep(plan: Plan, owner: int, tmp: int) -> None:
     """Do what PID 1 of the lab does: start everything, say so, wait for the owner's end, tidy up."""
     try:
         start(plan)
@@ -52,9 +53,9 @@ def keep(plan: Plan, owner: int | None, tmp: int) -> None:
     with contextlib.suppress(OSError):  # the owner may be gone already
         print(answer, flush=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # from now on the kernel reaps for us
-    while owner is None:
-        signal.pause()
     select.select([owner], [], [])
+    while (plan.folder / "detached").exists():
+        signal.pause()
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(-1, signal.SIGKILL)
         while True:  # fails when the last child is gone; before SIGCHLD was ignored, some may have been left to us
