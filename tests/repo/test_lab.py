@@ -1,6 +1,5 @@
 """The lab itself: it starts, breaks as told, and leaves nothing behind, however it ends."""
 
-import contextlib
 import grp
 import hashlib
 import os
@@ -8,14 +7,12 @@ import pwd
 import re
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,18 +20,9 @@ from harness import readme, runs
 from harness.jobs import hand_over, job_processes, on_this_machine_only
 from harness.launchers import ROOT, copy_example
 from harness.processes import find_processes, read_line, running, wait_until
-from lab import Lab, LabError, Wanted, accounting, cluster, config, faults, tracking, tree, why_not
+from lab import Lab, LabError, Wanted, cluster, config, faults, why_not
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(why_not()), reason=str(why_not()))]
-
-
-def namespaces(pids: Iterable[int | str]) -> set[str]:
-    """Return the network and mount namespaces that processes are in."""
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended
-            found |= {os.readlink(f"/proc/{pid}/ns/{kind}") for kind in ("net", "mnt")}
-    return found
 
 
 def traces(name: str) -> list[str]:
@@ -42,7 +30,6 @@ def traces(name: str) -> list[str]:
     folder = f"/tmp/slurm-lab-{name}"
     left = [folder] if os.path.lexists(folder) else []
     left += [line for line in Path("/proc/mounts").read_text().splitlines() if folder in line]
-    left += map(str, tracking.leftovers(Path(folder).name))
     left += [path.name for path in Path("/sys/class/net").iterdir() if re.match(r"lab|node\d", path.name)]
     return left + [f"process {pid}" for pid in find_processes(f"SLURM_CONF={folder}/slurm.conf")]
 
@@ -88,10 +75,8 @@ def test_up_and_down(name: str, tmp_path: Path) -> None:
         assert "slurm-lab" in shown, "the lab's folder is shared, so it is in each node's own /tmp"
         job = submit(lab, "setsid sleep 1000 & srun sleep 1000", tmp_path, "--nodes=2")
         lab.wait_for_job(job, "RUNNING")
-        spaces = namespaces(lab.processes()) - namespaces(["self"])
-        assert len(spaces) >= 2 * 3  # of the head and two nodes
+        wait_until(lambda: len(job_processes(lab, job)) >= 5, 300, "three sleeps, their shell and srun")
     assert not traces(name)
-    wait_until(lambda: not spaces & namespaces(cluster.pids()), 300, "the end of the lab's namespaces")
     assert etc() == before
 
 
@@ -120,31 +105,21 @@ def test_owner_killed(name: str, number: signal.Signals) -> None:
 
 def test_interrupted_up(name: str) -> None:
     """Ctrl-C at any moment of `up` leaves nothing."""
-    line = [sys.executable, "-m", "lab", "up", "--name", name]
     for moment in range(8):
-        with running(line, cwd=ROOT, stderr=subprocess.PIPE) as process:
-            time.sleep(moment * 0.08)  # not a wait: the moment
+        with running([sys.executable, "-m", "lab", "up", "--name", name], cwd=ROOT, stderr=subprocess.PIPE) as process:
+            time.sleep(moment * 0.15)  # not a wait: the moment
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=300)
         if process.returncode == 0:
             assert command("down", "--name", name).returncode == 0
         wait_until(lambda: not traces(name), 300, f"an end without traces, not {traces(name)}")
-    stays = Path(f"/tmp/slurm-lab-{name}/detached")  # from the moment when it is there
-    with running(line, cwd=ROOT, stderr=subprocess.PIPE) as process:
-        wait_until(lambda: stays.exists() or process.poll() is not None, 300, "a lab that stays", pause=0)
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=300)
-    assert process.returncode == 0, "a lab that runs on has been reported as interrupted"
-    assert command("down", "--name", name).returncode == 0
 
 
-def test_stale_lab(name: str, tmp_path: Path) -> None:
-    """A lab whose keeper was killed leaves its folder and its cgroups only, and the next `up` cleans that."""
+def test_stale_lab(name: str) -> None:
+    """A lab whose keeper was killed leaves its folder only, and the next `up` cleans that."""
     lab = Lab(Wanted(name=name)).up()
-    keeper = int((lab.folder / "keeper").read_text().split()[0])
-    os.kill(keeper, signal.SIGKILL)
-    left = [str(lab.folder), *map(str, tracking.leftovers(lab.folder.name))]
-    wait_until(lambda: traces(name) == left, 300, "the end of its processes")
+    os.kill(int((lab.folder / "keeper").read_text()), signal.SIGKILL)
+    wait_until(lambda: traces(name) == [str(lab.folder)], 300, "the end of its processes")
     with pytest.raises(LabError, match="no lab named"):
         lab.states()
     with Lab(Wanted(name=name)) as fresh:
@@ -152,117 +127,36 @@ def test_stale_lab(name: str, tmp_path: Path) -> None:
     assert not traces(name)
 
 
-def test_two_labs(name: str, lab: Lab) -> None:
-    """A second lab runs beside the first; one of the same name is refused with one line."""
-    assert command("up", "--nodes", "1", "--name", name).returncode == 0
-    assert lab.states().keys() == {"node1", "node2"} and Lab.find(name).states() == {"node1": "idle"}
-    refused = command("up", "--name", name)
-    assert refused.returncode == 2
-    assert refused.stderr.splitlines() == [
-        f"lab: error: a lab named {name} is running; end it first: python -m lab down"
-    ]
-
-
-# The clone is made, but the tree, which would need debootstrap, is not entered.
-UPDATE = """
-import os, sys
-from pathlib import Path
-from lab import tree
-tree.enter = lambda *_: None
-tree.run("made", ["sh", "-c", "umask"], Path(sys.argv[1]))
-"""
-
-
-def test_tree_of_another_users_repository(tmp_path: Path) -> None:
-    """A tree has a clone of a repository that is not root's, which jobs can read whatever umask root's shell has."""
-    theirs, made = tmp_path / "theirs", tmp_path / "trees" / "made"
-    made.mkdir(parents=True, mode=0o755)
-    (made / "complete").write_text(config.STUDENT)
-    git = ["git", "-C", str(theirs), "-c", "user.name=a", "-c", "user.email=a@b.example"]
-    for number in (1, 2):  # it is made, then it is brought up to date
-        theirs.mkdir(exist_ok=True)
-        (theirs / "file").write_text(f"{number}")
-        for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "A file."]):
-            subprocess.run([*git, "-c", "safe.directory=*", *words], check=True, timeout=300)
-        for path in [theirs, *theirs.rglob("*")]:
-            os.chown(path, 12345, 12345)
-        line = [sys.executable, "-c", UPDATE, str(tmp_path / "trees")]
-        variables = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
-        done = subprocess.run(line, cwd=theirs, umask=0o077, env=variables, capture_output=True, text=True, timeout=300)
-        assert (done.stdout, done.stderr) == ("0022\n", "")
-        assert (made / "project" / "file").read_text() == f"{number}"
-        assert stat.S_IMODE((made / "project" / "file").stat().st_mode) == 0o644
-
-
-def known(*numbers: int) -> Callable[[int], str]:
-    """Return what asks a directory, as sssd's is asked, for one number: it knows these, and lists none of them."""
-
-    def find(number: int) -> str:
-        if number not in numbers:
-            raise KeyError(number)
-        return "somebody"
-
-    return find
-
-
-FIRST = config.UIDS.start
-TAKEN = {  # users and groups of a directory; the number that is made up
-    "nobody": ((), (), FIRST),
-    "the old number": ((2001,), (2001,), FIRST),
-    "a user": ((FIRST,), (), FIRST + 1),
-    "a group": ((), (FIRST,), FIRST + 1),
-    "a user and another group": ((FIRST,), (FIRST + 1,), FIRST + 2),
-    "many": (tuple(range(FIRST, FIRST + 100)), (), FIRST + 100),
-}
-
-
-@pytest.mark.parametrize(("users", "groups", "number"), TAKEN.values(), ids=TAKEN)
-def test_made_up_number(
-    monkeypatch: pytest.MonkeyPatch, users: tuple[int, ...], groups: tuple[int, ...], number: int
-) -> None:
-    """The user who is made up has a number that is nobody's, also where a directory lists none of its users."""
-    monkeypatch.chdir("/")
-    monkeypatch.setattr(pwd, "getpwall", list)
-    monkeypatch.setattr(pwd, "getpwuid", known(*users))
-    monkeypatch.setattr(grp, "getgrgid", known(*groups))
-    student = pwd.struct_passwd(("student", "x", 1000, 1000, "", "/home/student", "/bin/sh"))
-    find, names = pwd.getpwnam, {"student": student}  # a real one, as at a university: he is not taken unasked
-    monkeypatch.setattr(pwd, "getpwnam", lambda name: names.get(name) or find(name))
-    account = config.find_account(Wanted())
-    assert (account.user, account.uid, account.gid, account.made_up) == ("lab-student", number, number, True)
-
-
-def test_no_devices(name: str) -> None:
-    """Where root may make no device, as in a container, a lab starts without one; with --gpus one line says why not."""
-    line = ["setpriv", "--bounding-set=-mknod", "--inh-caps=-mknod", sys.executable, "-m", "lab", "up", "--name", name]
-    options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run([*line, "--nodes", "1"], **options)
-    assert done.returncode == 0, done.stderr
-    assert command("down", "--name", name).returncode == 0
-    done = subprocess.run([*line, "--gpus", "1"], **options)
-    assert done.returncode == 2 and "--gpus: this machine permits no devices" in done.stderr, done.stderr
-
-
-def test_devices(name: str) -> None:
-    """Everybody in a lab can use its /dev/fuse; on the machine there is no device of it, but what stands for GPUs."""
-    with Lab(Wanted(name=name, nodes=1, gpus=1)) as lab:
-        lab.run(["sh", "-ec", "[ ! -e /dev/fuse ] || : <>/dev/fuse"], "node1", "/", check=True)
-        devices = [path for path in lab.folder.rglob("*") if path.is_char_device()]
-        assert [(path.name, path.stat().st_rdev) for path in devices] == [("gpu0", os.makedev(1, 3))]
-
-
-def test_command_line(name: str) -> None:
-    """up, run, status, logs and down do what they say, and `run` passes the exit status on."""
+def test_command_line(name: str, lab: Lab) -> None:
+    """up, run, status, logs and down do what they say, beside another lab; `run` passes the exit status on."""
     assert "node1 node2 idle" in command("up", "--name", name, "--gpus", "2").stdout
+    refused = command("up", "--name", name)
+    assert refused.stderr == f"lab: error: a lab named {name} is running; end it first: python -m lab down\n"
+    assert refused.returncode == 2 and lab.nodes == list(lab.states())
     ran = command("run", "--name", name, "--", "srun", "--nodes=1", "--gpus-per-node=2", "env")
     assert "SLURM_GPUS_ON_NODE=2" in ran.stdout and "CUDA_VISIBLE_DEVICES=0,1" in ran.stdout
     assert command("run", "--name", name, "--", "sh", "-c", "exit 7").returncode == 7
     assert command("run", "--name", name, "--chdir", "lab", "--", "pwd").stdout == f"{ROOT}/lab\n"
-    assert command("run", "--name", name, "--user", "root", "--", "id", "-un").stdout == "root\n"
+    assert command("run", "--name", name, "--root", "--", "id", "-un").stdout == "root\n"
     assert re.search(r"node2 +[\d.]+ +idle", command("status", "--name", name).stdout)
     assert "slurmctld version" in command("logs", "--name", name, "slurmctld").stdout
     assert command("down", "--name", name).stdout == "lab: ended\n"
     assert command("down", "--name", name).stdout == "lab: nothing was running\n"
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without root, without the programs, or with bad numbers: one clear line."""
+    for words, text in ((("--nodes", "0"), "--nodes 0"), (("--name", "a/b"), "--name"), (("--share", "/x"), "--share")):
+        refused = command("up", *words)
+        assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1 and text in refused.stderr
+    script = "import os, runpy, sys; os.geteuid = lambda: 1000; sys.argv = ['lab', 'down']; "
+    line = [sys.executable, "-c", f"{script} runpy.run_module('lab', run_name='__main__')"]
+    refused = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines() == ["lab: error: a lab needs root: run it with sudo"]
+    monkeypatch.setattr(cluster, "PROGRAMS", (*cluster.PROGRAMS, "no-such-program"))
+    reason = why_not()
+    assert reason and "no-such-program" in reason and "apt-get install" in reason
 
 
 def as_written(command: str, name: str, words: str = "") -> str:
@@ -326,117 +220,59 @@ def test_readme(name: str, tmp_path: Path) -> None:
         elif " timelimit " in line:
             log = tmp_path / "clone" / "examples" / "ddp_spawn" / "ddp_spawn-2.out"
             wait_until(lambda log=log: "run.slurm: " in log.read_text(), 300, "run.slurm's answer to the signal")
+        elif "State=drain" in line:
+            assert lab.states()["node1"].startswith("drain")
     assert printed == "lab: ended\n"
 
 
-def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without root, without the programs, or with bad numbers: one clear line."""
-    for words, text in ((("--nodes", "0"), "--nodes 0"), (("--name", "a/b"), "--name"), (("--share", "/x"), "--share")):
-        refused = command("up", *words)
-        assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1 and text in refused.stderr
-    script = "import os, runpy, sys; os.geteuid = lambda: 1000; sys.argv = ['lab', 'up']; runpy.run_module('lab')"
-    script = script.replace("run_module('lab')", "run_module('lab', run_name='__main__')")
-    refused = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert refused.returncode == 2
-    assert refused.stderr.splitlines() == ["lab: error: a lab needs root: run it with sudo"]
-    monkeypatch.setattr(cluster, "PROGRAMS", (*cluster.PROGRAMS, "no-such-program"))
-    reason = why_not()
-    assert reason and "no-such-program" in reason and "apt-get install" in reason
+PARTITIONS = [
+    "PreemptType=preempt/partition_prio",
+    "PreemptMode=REQUEUE",
+    "PartitionName=low Nodes=ALL PriorityTier=1",
+    "PartitionName=high Nodes=ALL PriorityTier=9",
+]
 
 
-# Its first argument is an address to listen at, the second how many bytes to wait for: it prints the Mbit/s.
-RECEIVE = """
-import socket, sys, time
-server, left = socket.create_server((sys.argv[1], 5001)), int(sys.argv[2])
-print("ready", flush=True)
-client, _ = server.accept()
-start, size = time.monotonic(), left
-client.sendall(b"go")
-while left:
-    left -= len(client.recv(min(left, 1 << 20)))
-print(size * 8 / 1e6 / (time.monotonic() - start))
-"""
-SEND = """
-import socket, sys
-server = socket.create_connection((sys.argv[1], 5001))
-server.recv(2)
-server.sendall(bytes(int(sys.argv[2])))
-server.recv(1)  # the receiver's end
-"""
+def test_faults(name: str, tmp_path: Path) -> None:
+    """Three nodes: preemption, an array, a held job, a drained node, one that is cut off, one without a name."""
+    wanted = Wanted(nodes=3, name=name, share=on_this_machine_only(tmp_path), conf=PARTITIONS)
+    with Lab(wanted) as lab:
+        script = '[[ "$SLURM_RESTART_COUNT" ]] || sleep 1000'
+        low = submit(lab, script, tmp_path, "--partition=low", "--nodes=3", "--requeue", "--output=/dev/null")
+        lab.wait_for_job(low, "RUNNING")
+        high = submit(lab, "true", tmp_path, "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null")
+        assert lab.wait_for_job(high)["JobState"] == "COMPLETED"
+        again = lab.wait_for_job(low)
+        assert (again["JobState"], again["Restarts"], again["UserId"]) == ("COMPLETED", "1", f"{lab.user}({lab.uid})")
 
+        array = submit(lab, "sleep 1000", tmp_path, "--array=1-3", "--output=/dev/null")
+        for task in range(1, 4):
+            lab.wait_for_job(f"{array}_{task}", "RUNNING")
+        lab.run(["scancel", array], cwd="/", check=True)
+        held = submit(lab, "sleep 1000", tmp_path, "--requeue", "--output=/dev/null")
+        lab.wait_for_job(held, "RUNNING")
+        lab.slurm("scontrol", "requeuehold", held)
+        lab.wait_for_job(held, "PENDING")
+        assert "held" in lab.job(held)["Reason"].lower()
 
-def throughput(lab: Lab, sender: str, receiver: str, size: int) -> float:
-    """Send `size` bytes from one node to another, over TCP; return the rate in Mbit/s."""
-    words = [lab.addresses[receiver], str(size)]
-    command = lab.command([sys.executable, "-c", RECEIVE, *words], receiver, "/")
-    with running(command) as receiving:
-        assert read_line(receiving, 300) == "ready\n"
-        lab.run([sys.executable, "-c", SEND, *words], sender, "/", check=True, timeout=300)
-        return float(read_line(receiving, 300))
-
-
-def test_slow(name: str) -> None:
-    """A slow link has no more than the rate that was asked for, in both directions, until it is healed.
-
-    `status` shows it. How much less a link has, on a busy machine, is not looked at.
-    """
-    with Lab(Wanted(name=name, share=on_this_machine_only(Path(sys.prefix)))) as lab:
-        ways = [("node1", "node2"), ("node2", "node1")]
-        for rate, expected in ("100mbit", 100), ("20mbit", 20):  # the second replaces the first
-            assert command("slow", "node2", rate, "--name", name).stdout == f"lab: slow node2 {rate}: done\n"
-            rates = [throughput(lab, *way, expected * 50_000) for way in ways]  # 0.4 s
-            assert max(rates) < 1.15 * expected, rates
-        node1, node2, *_ = command("status", "--name", name).stdout.splitlines()
-        assert node2.endswith("slowed to 20Mbit") and "slowed" not in node1
+        lab.slurm("scontrol", "update", "NodeName=node3", "State=drain", "Reason=repair")
+        faults.cut(lab, "node2")
+        lab.wait_for_node("node2", "down*")
+        assert lab.states() == {"node1": "idle", "node2": "down*", "node3": "drained"}
         faults.heal(lab, "node2")
-        assert min(throughput(lab, *way, 50_000_000) for way in ways) > 1.15 * expected
-        assert "slowed" not in command("status", "--name", name).stdout
+        lab.wait_for_node("node2", "idle")
+        assert command("unresolve", "node1", "--name", name).returncode == 0
+        for place in "head", *lab.nodes:
+            asked = [lab.run(["getent", "hosts", node], place, "/").returncode for node in ("node1", "node2")]
+            assert asked == [2, 0]
+        assert lab.run(["srun", "--nodes=2", "true"], cwd="/").returncode == 0
 
-
-def test_slow_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No such rate, no such node, no program tc: one clear line, and nothing has changed."""
-    with Lab(Wanted(name=name, nodes=1)) as lab:
-        faults.slow(lab, "node1", "2gbit")
-        bad = ("100", "fast", "100mb", "0mbit", "-1mbit", "1.5gbit", "1001gbit", "1gbit latency 1ms")
-        for node, rate in *(("node1", rate) for rate in bad), ("node2", "1gbit"):
-            refused = command("slow", "--name", name, "--", node, rate)
-            assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, refused.stderr
-            text = f"slow: {rate}: must be a rate such as 100mbit" if node == "node1" else "no such node: node2"
-            assert text in refused.stderr
-        assert faults.rate_of(lab, "node1") == "2Gbit"
-        monkeypatch.setattr(faults, "SEARCH", "/nowhere")
-        faults.heal(lab, "node1")  # needs tc only where there is a limit that tc can show
-        with pytest.raises(LabError, match=r"missing program: tc \(apt-get install .*iproute2\)"):
-            faults.slow(lab, "node1", "1gbit")
-
-
-def test_no_orphans(lab: Lab, tmp_path: Path) -> None:
-    """What a job has started ends with it, also in a session of its own and without a parent; signals arrive."""
-    script = "trap 'echo told; exit 0' USR1; (setsid sleep 1000 &) & srun sh -c 'setsid sleep 1000 & sleep 1000' & wait"
-    jobs = [submit(lab, script, tmp_path, "--output=%j.out", "--signal=B:USR1@60") for _ in range(2)]
-
-    def sleeping(job: str) -> list[str]:
-        lines = lab.processes()
-        return [lines[pid] for pid in job_processes(lab, job) if lines.get(pid, "").startswith("sleep ")]
-
-    for job in jobs:
-        lab.wait_for_job(job, "RUNNING")
-        wait_until(lambda job=job: len(sleeping(job)) >= 3, 300, f"three sleeps of job {job}")
-    faults.timelimit(lab, jobs[0])
-    lab.run(["scancel", jobs[1]])
-    assert [lab.wait_for_job(job)["JobState"] for job in jobs] == ["COMPLETED", "CANCELLED"]
-    for job in jobs:
-        wait_until(lambda job=job: not job_processes(lab, job), 300, f"the end of all processes of job {job}")
-    assert (tmp_path / f"{jobs[0]}.out").read_text().endswith("told\n")
-
-
-@pytest.fixture(params=[pytest.param(mode, id=mode) for mode in tracking.MODES])
-def tracked(request: pytest.FixtureRequest, name: str, tmp_path: Path) -> Iterator[Lab]:
-    """A lab with each of the ways to track processes that work on this machine."""
-    if reason := tracking.why_not(request.param):
-        pytest.skip(f"{request.param}: {reason}")
-    with Lab(Wanted(nodes=2, name=name, share=on_this_machine_only(tmp_path), tracking=request.param)) as lab:
-        yield lab
+        # That it limits the rate is seen by the tests of preflight/.
+        assert command("slow", "node2", "20mbit", "--name", name).stdout == "lab: slow node2 20mbit: done\n"
+        for rate in ("100", "fast", "0mbit", "1.5gbit", "1gbit latency 1ms"):
+            refused = command("slow", "--name", name, "node2", rate)
+            assert refused.stderr == f"lab: error: slow: {rate}: must be a rate such as 100mbit\n"
+        assert command("cut", "node9", "--name", name).stderr.startswith("lab: error: no such node: node9")
 
 
 # Each process writes a line when it gets USR1. The task of the step and the batch shell have a child and an orphan,
@@ -467,69 +303,88 @@ def lines(file: Path) -> set[str]:
     return set(file.read_text().splitlines()) if file.exists() else set()
 
 
-def test_signals_reach_tasks_only(tracked: Lab, tmp_path: Path) -> None:
-    """USR1 reaches what slurmstepd has started, not what that has started; with linuxproc all. SIGKILL ends all."""
-    told, roles = tmp_path / "told", {"task", "child", "orphan"}
-    reached = roles if tracked.tracking == "linuxproc" else {"task"}  # so this test can fail
-    job = submit(tracked, LISTENERS, tmp_path, "--nodes=2")
-    everyone = {f"{part}-{role}" for part in ("batch", "step") for role in roles}
+def test_signals_reach_tasks_only(lab: Lab, tmp_path: Path) -> None:
+    """USR1 reaches what slurmstepd has started, and not what that has started. SIGKILL ends all."""
+    told = tmp_path / "told"
+    job = submit(lab, LISTENERS, tmp_path, "--nodes=2")
+    everyone = {f"{part}-{role}" for part in ("batch", "step") for role in ("task", "child", "orphan")}
     wait_until(lambda: lines(tmp_path / "ready") == everyone, 300, "everyone who listens")
-    faults.timelimit(tracked, job)
-    expected = {"batch-task"}  # whatever the mode: --batch is for the shell alone
-    wait_until(lambda: expected <= lines(told), 300, "USR1 in the batch shell")
-    tracked.run(["scancel", "--signal=USR1", job], check=True)
-    expected |= {f"step-{role}" for role in reached}
-    wait_until(lambda: expected <= lines(told), 300, "USR1 in the step")
+    faults.timelimit(lab, job)  # for the batch shell alone
+    wait_until(lambda: lines(told) == {"batch-task"}, 300, "USR1 in the batch shell")
+    lab.run(["scancel", "--signal=USR1", job], check=True)
+    wait_until(lambda: "step-task" in lines(told), 300, "USR1 in the step")
     (tmp_path / "ask").touch()
     wait_until(lambda: lines(tmp_path / "answered") == everyone, 300, "an answer of everyone")
-    assert lines(told) == expected
-    tracked.run(["scancel", job], check=True)
-    assert tracked.wait_for_job(job)["JobState"] == "CANCELLED"
-    wait_until(lambda: not job_processes(tracked, job), 300, "the end of all processes")
+    assert lines(told) == {"batch-task", "step-task"}
+    lab.run(["scancel", job], check=True)
+    assert lab.wait_for_job(job)["JobState"] == "CANCELLED"
+    wait_until(lambda: not job_processes(lab, job), 300, "the end of all processes")
 
 
-def test_suspended_job_ends_with_its_lab(tracked: Lab, tmp_path: Path) -> None:
-    """What is suspended, with cgroups frozen, neither runs on nor keeps a lab from its end."""
+def test_no_orphans(lab: Lab, tmp_path: Path) -> None:
+    """What a job has started ends with the job, also in a session of its own and without a parent."""
+    script = "(setsid sleep 1000 &) & srun sh -c 'setsid sleep 1000 & touch started'; [ -e started ]"
+    job = submit(lab, script, tmp_path, "--output=/dev/null")
+    assert lab.wait_for_job(job)["JobState"] == "COMPLETED"
+    wait_until(lambda: not job_processes(lab, job), 300, "the end of all processes")
+
+
+def test_suspended_job(name: str, tmp_path: Path) -> None:
+    """What is suspended does not run on, is resumed, and does not keep a lab from its end."""
     script = "while :; do echo on >>$SLURM_JOB_NAME; sleep 0.1; done"
-    suspended, other = (submit(tracked, script, tmp_path, f"--job-name={name}") for name in ("suspended", "other"))
-    for job, name in ((suspended, "suspended"), (other, "other")):
-        tracked.wait_for_job(job, "RUNNING")
-        wait_until((tmp_path / name).exists, 300, f"the first line of job {name}")
-    tracked.run(["scontrol", "suspend", suspended], user="root", check=True)
-    tracked.wait_for_job(suspended, "SUSPENDED")
+    with Lab(Wanted(name=name, share=on_this_machine_only(tmp_path))) as lab:
+        suspended, other = (submit(lab, script, tmp_path, f"--job-name={name}") for name in ("suspended", "other"))
+        for job, file in ((suspended, "suspended"), (other, "other")):
+            lab.wait_for_job(job, "RUNNING")
+            wait_until((tmp_path / file).exists, 300, f"the first line of job {file}")
 
-    def written_meanwhile() -> int:
-        """Return how many bytes the suspended job has written while the other one has written five lines."""
-        before, enough = (tmp_path / "suspended").stat().st_size, (tmp_path / "other").stat().st_size + 15
-        wait_until(lambda: (tmp_path / "other").stat().st_size >= enough, 300, "five lines of the other job")
-        return (tmp_path / "suspended").stat().st_size - before
+        def written_meanwhile() -> int:
+            """Return how many bytes the suspended job has written while the other one has written five lines."""
+            before, enough = (tmp_path / "suspended").stat().st_size, (tmp_path / "other").stat().st_size + 15
+            wait_until(lambda: (tmp_path / "other").stat().st_size >= enough, 300, "five lines of the other job")
+            return (tmp_path / "suspended").stat().st_size - before
 
-    wait_until(lambda: not written_meanwhile(), 300, "the end of its writing")  # SLURM calls it suspended before it is
-    assert not written_meanwhile()
-    assert tracked.down()
-    assert not traces(tracked.folder.name.removeprefix("slurm-lab-"))
+        for _ in range(2):
+            lab.slurm("scontrol", "suspend", suspended)
+            lab.wait_for_job(suspended, "SUSPENDED")
+            wait_until(lambda: not written_meanwhile(), 300, "the end of its writing")  # somewhat later
+            assert not written_meanwhile()
+            lab.slurm("scontrol", "resume", suspended)
+            wait_until(written_meanwhile, 300, "a line of the resumed job")
+        lab.slurm("scontrol", "suspend", suspended)
+    assert not traces(name)
 
 
-def test_next_way_to_track(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where slurmd does not start with the best mode, the next is used, unless the first was asked for."""
-    texts = {"filter": "CgroupPlugin=nonsense\n", "linuxproc": tracking.cgroup_conf("linuxproc")}
-    monkeypatch.setattr(tracking, "cgroup_conf", texts.get)
-    monkeypatch.setattr(tracking, "MODES", texts)
-    monkeypatch.setattr(tracking, "why_not", lambda mode: None)
-    with Lab(Wanted(name=name, nodes=1)) as lab:
-        assert lab.tracking == "linuxproc"
-    with pytest.raises(LabError, match="node1 ended"):
-        Lab(Wanted(name=name, nodes=1, tracking="filter")).up()
+def test_made_up_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user who is made up has a number that is nobody's, also where a directory lists none of its users."""
+
+    def known(*numbers: int) -> object:
+        def find(number: int) -> str:
+            if number not in numbers:
+                raise KeyError(number)
+            return "somebody"
+
+        return find
+
+    first = config.UIDS.start
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(pwd, "getpwuid", known(first))
+    monkeypatch.setattr(grp, "getgrgid", known(first + 1))
+    account = config.find_account(Wanted())
+    assert (account.user, account.uid, account.gid) == ("lab-student", first + 2, first + 2)
 
 
 WHO = "echo $(id -un) $(id -u) $(id -gn) $USER $LOGNAME $HOME ${OMPI_ALLOW_RUN_AS_ROOT-unset} $(cd; >file; ls)"
 
 
 def test_ordinary_user(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands and jobs are a made-up user's, with a home folder, where the current folder is root's."""
+    """Commands and jobs are a made-up user's, with a home folder, where the current folder is root's.
+
+    `sbatch --export=NONE` gives a job what a fresh login of that user has, and not what sbatch had. All can use
+    /dev/fuse.
+    """
     monkeypatch.chdir("/")
-    before = etc()
-    with Lab(Wanted(name=name, share=on_this_machine_only(tmp_path), tracking="linuxproc")) as lab:
+    with Lab(Wanted(name=name, share=on_this_machine_only(tmp_path))) as lab:
         assert lab.user == "lab-student" and lab.uid in config.UIDS
         expected = f"lab-student {lab.uid} lab-student lab-student lab-student {lab.home} unset file\n"
         assert lab.run(["sh", "-c", WHO], cwd="/").stdout == expected
@@ -539,266 +394,58 @@ def test_ordinary_user(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert (tmp_path / "out").stat().st_uid == lab.uid
         as_root = lab.run(["sh", "-c", "id -un; echo $OMPI_ALLOW_RUN_AS_ROOT"], cwd="/", user="root").stdout
         assert as_root == "root\n1\n"
-    assert etc() == before
+        (Path(lab.home) / ".profile").write_text("export FROM_LOGIN=yes\n")
+        words = ["sbatch", "--wait", "--export=NONE", "--output=login", "--wrap=echo $FROM_LOGIN $FROM_SBATCH $HOME"]
+        lab.run(words, cwd=lab.home, env={"FROM_SBATCH": "yes"}, check=True)
+        assert (Path(lab.home) / "login").read_text() == f"yes {lab.home}\n"
+        lab.run(["sh", "-ec", "[ ! -e /dev/fuse ] || : <>/dev/fuse"], "node1", "/", check=True)
 
 
 HOMES = "~ $HOME $(getent passwd $(id -u) | cut -d: -f6)"
-# What `developer` does: show which home is his and what is in it, and change that.
-WRITE = f"echo $(id -un) $(id -u) $(id -gn) {HOMES} $(ls -A ~); mkdir -p ~/.ssh; echo changed >~/.ssh/config; >~/new"
-# He is a user of the machine, in a copy of its /etc. Root only looks: if this test fails, the home may be the real one.
+# A user of the machine, in a copy of its /etc, tries to change what is in his home folder. Root only looks: if this
+# test fails, that may be the real one.
 DEVELOPER = f"""
 mount -t tmpfs tmpfs /mnt && cp -a /etc/. /mnt && mount --bind /mnt /etc
 echo "developer:x:4242:4242::$PWD/real:/bin/sh" >>/etc/passwd
 echo "developers:x:4242:" >>/etc/group
-"$0" -m lab up --name "$1" --nodes 1 $2 >/dev/null
-"$0" -m lab run --name "$1" -- srun sh -c '{WRITE}'
-"$0" -m lab run --name "$1" -- sh -c 'echo $(ls -A ~)'
-"$0" -m lab run --name "$1" --user root -- sh -c 'echo {HOMES}'
+"$0" -m lab up --name "$1" --nodes 1 >/dev/null
+"$0" -m lab run --name "$1" -- srun sh -c 'echo $(id -un) $(id -u) $(id -gn) {HOMES} $(ls -A ~); mkdir ~/.ssh; >~/new'
+"$0" -m lab run --name "$1" --root -- sh -c 'echo {HOMES}'
 "$0" -m lab down --name "$1" >/dev/null
 """
 
 
-@pytest.mark.parametrize("option", ["", "--real-home"])
-def test_home_folder(name: str, tmp_path: Path, option: str) -> None:
-    """A real user, and root, get empty home folders, which end with the lab, and not their own unless asked for."""
-    config = tmp_path / "real" / ".ssh" / "config"
-    config.parent.mkdir(parents=True)
-    config.write_text("precious\n")
+def test_home_folder(name: str, tmp_path: Path) -> None:
+    """A real user, and root, get empty home folders, which end with the lab, and not their own."""
+    (tmp_path / "real" / ".ssh").mkdir(parents=True)
     for path in [tmp_path, *tmp_path.rglob("*")]:
         os.chown(path, 4242, 4242)
-    line = ["unshare", "--mount", "sh", "-ec", DEVELOPER, sys.executable, name, option]
+    line = ["unshare", "--mount", "sh", "-ec", DEVELOPER, sys.executable, name]
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(line, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    step, then, root = done.stdout.splitlines()
-    home = str(tmp_path / "real") if option else f"/tmp/slurm-lab-{name}/home"
-    assert step.split() == ["developer", "4242", "developers", home, home, home, *([".ssh"] if option else [])]
-    assert then == ".ssh new"
-    home = pwd.getpwnam("root").pw_dir if option else f"/tmp/slurm-lab-{name}/root"
-    assert root.split() == [home, home, home]
-    assert config.read_text() == ("changed\n" if option else "precious\n")
-    assert (tmp_path / "real" / "new").exists() == bool(option)
+    home, root = (f"/tmp/slurm-lab-{name}/{user}" for user in ("home", "root"))
+    assert done.stdout.splitlines() == [f"developer 4242 developers {home} {home} {home}", f"{root} {root} {root}"]
+    assert [path.name for path in (tmp_path / "real").iterdir()] == [".ssh"]
     assert not traces(name)
-
-
-def test_job_without_the_environment(lab: Lab) -> None:
-    """`sbatch --export=NONE` gives a job what a fresh login of its user has, and not what sbatch had."""
-    (Path(lab.home) / ".profile").write_text("export FROM_LOGIN=yes\n")
-    words = ["sbatch", "--wait", "--export=NONE", "--output=out", "--wrap=echo $FROM_LOGIN $FROM_SBATCH $HOME"]
-    done = lab.run(words, cwd=lab.home, env={"FROM_SBATCH": "yes"})
-    assert done.returncode == 0, done.stderr
-    assert (Path(lab.home) / "out").read_text() == f"yes {lab.home}\n"
-
-
-def test_user_by_name(name: str, tmp_path: Path) -> None:
-    """`--user` names root or another user of the machine; the owner of the current folder is the default."""
-    (tmp_path / "lab").symlink_to(ROOT / "lab")
-    os.chown(tmp_path, 12345, 12345)  # nobody's number: the owner gets a name inside
-    for words, user in ([], "lab-student 12345"), (["--user", "root"], "root 0"), (["--user", "daemon"], "daemon 1"):
-        line = [sys.executable, "-m", "lab", "up", "--name", name, "--nodes", "1", *words]
-        subprocess.run(line, cwd=tmp_path, check=True, capture_output=True, timeout=300)
-        assert Lab.find(name).run(["sh", "-c", "echo $(id -un) $(id -u)"], cwd="/").stdout == f"{user}\n"
-        assert f"user: {user.split()[0]} " in command("status", "--name", name).stdout
-        assert Path(Lab.find(name).home).is_relative_to(Lab.find(name).folder)
-        assert command("down", "--name", name).returncode == 0
-    refused = command("up", "--name", name, "--user", "nobody-here")
-    assert refused.stderr == "lab: error: --user nobody-here: this machine has no such user\n"
 
 
 def test_folder_that_is_not_the_users(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """One line says that a folder cannot be used, but only if the command needs it."""
+    """One line says that a folder cannot be used."""
     unshared = tmp_path_factory.mktemp("unshared")
-    closed, foreign, mine = (tmp_path / folder for folder in ("closed", "foreign", "mine"))
-    for folder, mode in (closed, 0o700), (foreign, 0o755), (mine, 0o755):
-        folder.mkdir(mode)
-    hand_over(mine)
-    (mine / "job.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "closed").mkdir(0o700)
+    (tmp_path / "foreign").mkdir(0o755)
 
-    def said(folder: Path | str, *words: str) -> str:
+    def said(folder: Path, *words: str) -> tuple[int, str]:
         done = command("run", "--name", name, "--chdir", str(folder), "--", *words)
-        assert len(done.stderr.splitlines()) == (1 if done.returncode else 0), done.stderr
-        return done.stderr
+        assert len(done.stderr.splitlines()) < 2, done.stderr
+        return done.returncode, done.stderr
 
-    with Lab(Wanted(name=name, share=on_this_machine_only(tmp_path), tracking="linuxproc")) as lab:
-        assert re.search(rf"user {lab.user} cannot enter .*/closed: .*--user root", said(closed, "true"))
-        assert re.search(
-            rf"user {lab.user} cannot write to .*/foreign, .*--user root", said(foreign, "sbatch", "--wrap=true")
-        )
-        assert not said(foreign, "squeue") and not said(foreign, "sbatch", "--output=/dev/null", "--wrap=true")
-        assert not said(mine, "sbatch", "job.sh")
-        assert "is not there inside" in said(unshared, "true")
-
-
-def test_domain_and_names(name: str, tmp_path: Path) -> None:
-    """Hosts may have fully qualified names, and names that resolve to nothing; SLURM works all the same."""
-    share = on_this_machine_only(tmp_path)
-    with Lab(Wanted(name=name, share=share, domain="cluster.example", tracking="linuxproc")) as lab:
-        ask = ["srun", "--nodes=2", "sh", "-c", "echo $(hostname) $(hostname -s) $SLURMD_NODENAME"]
-        names = sorted(lab.run(ask, cwd="/").stdout.splitlines())
-        assert names == ["node1.cluster.example node1 node1", "node2.cluster.example node2 node2"]
-        for known in "node1", "node1.cluster.example":
-            done = lab.run(["getent", "hosts", known], node="node2", cwd="/")
-            assert done.stdout.split() == [lab.addresses["node1"], "node1.cluster.example", "node1"]
-        assert command("unresolve", "node1", "--name", name).returncode == 0
-        for place in "head", *lab.nodes:
-            for unknown in "node1", "node1.cluster.example":
-                assert lab.run(["getent", "hosts", unknown], node=place, cwd="/").returncode == 2
-            assert lab.run(["getent", "hosts", "node2"], node=place, cwd="/").returncode == 0
-        job = submit(lab, "srun --nodes=2 hostname", tmp_path, "--nodes=2", "--output=out")
-        assert lab.wait_for_job(job)["JobState"] == "COMPLETED"
-        assert sorted((tmp_path / "out").read_text().split()) == ["node1.cluster.example", "node2.cluster.example"]
-        faults.resolve(lab, "node1")
-        assert lab.run(["getent", "hosts", "node1"], node="node1", cwd="/").returncode == 0
-
-
-READMES = sorted(ROOT.glob("examples/*/README.md"))
-
-
-@pytest.mark.runs("weekly")
-def test_accounting(name: str, tmp_path: Path) -> None:
-    """`sacct` shows the last slice of a requeued job, `sacct -D` both; so does `seff`, where there is one.
-
-    The READMEs' command shows state, time, memory and exit status.
-    """
-    try:
-        accounting.check()
-    except LabError as error:
-        pytest.skip(str(error))
-    share = on_this_machine_only(tmp_path, Path(sys.prefix))
-    with Lab(Wanted(name=name, share=share, accounting=True)) as lab:
-        script = '[[ "$SLURM_RESTART_COUNT" ]] || exec sleep 1000; srun true'
-        job = submit(lab, script, tmp_path, "--requeue", "--output=/dev/null")
-        lab.wait_for_job(job, "RUNNING")
-        faults.requeue(lab, job)
-        assert lab.wait_for_job(job)["JobState"] == "COMPLETED"
-
-        def states(*options: str) -> list[str]:
-            words = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=Account,State"]
-            return lab.run([*words, *options], cwd="/", check=True).stdout.split()
-
-        wait_until(lambda: states() == ["lab|COMPLETED"], 300, "the end of the job in the database")
-        assert states("--duplicates") == ["lab|REQUEUED", "lab|COMPLETED"]
-        if shutil.which("seff"):  # part of SLURM's sources that Debian does not package
-            assert "State: COMPLETED" in lab.run(["seff", job], cwd="/", check=True).stdout
-
-        # The line of the examples' READMEs. SLURM asks a step for its memory every few seconds only.
-        (line,) = {line for path in READMES for line in re.findall(r"^    (sacct -D .*?) +#", path.read_text(), re.M)}
-        end = tmp_path / "end"
-        hold = f"import os, time; kept = b'x' * (200 << 20)\nwhile not os.path.exists('{end}'): time.sleep(0.1)"
-        failing = submit(lab, f'srun {sys.executable} -c "{hold}"; exit 3', tmp_path, "--output=/dev/null")
-        lab.wait_for_job(failing, "RUNNING")
-        ask = ["sstat", "--noheader", "--format=MaxRSS", f"--jobs={failing}.0"]
-        wait_until(lambda: memory(lab.run(ask, cwd="/").stdout) > 200 << 10, 300, "the step's memory", pause=1)
-        end.touch()
-        assert lab.wait_for_job(failing)["JobState"] == "FAILED"
-        words = line.replace("JOBID ", f"{failing} ", 1).split()
-
-        def rows() -> dict[str, list[str]]:
-            shown = lab.run([*words, "--noheader", "--parsable2"], cwd="/", check=True).stdout
-            return {cells[0]: cells[1:] for cells in (row.split("|") for row in shown.splitlines())}
-
-        wait_until(lambda: rows().get(failing, [""])[0] == "FAILED", 300, "the end of the job in the database")
-        (state, elapsed, _, status), step = rows()[failing], rows()[f"{failing}.0"]
-        assert (state, status) == ("FAILED", "3:0") and re.fullmatch(r"\d\d:\d\d:\d\d", elapsed)
-        assert step[0] == "COMPLETED" and memory(step[2]) > 200 << 10 and step[3] == "0:0"
-
-        # runs/show.py reads what this sacct prints of both jobs.
-        (tmp_path / "metrics.csv").write_text("epoch,train_loss\n1,0.5\n")
-        for one in (job, failing):
-            (tmp_path / f"started-{one}").touch()
-        shown = lab.run([sys.executable, str(ROOT / "runs" / "show.py"), str(tmp_path)], cwd=tmp_path, check=True)
-        jobs = [line.split() for line in shown.stdout.split("\n\n")[1].splitlines()[1:]]
-        assert [line[1:3] for line in jobs] == [[job, "REQUEUED"], [job, "COMPLETED"], [failing, "FAILED"]]
-        assert int(jobs[2][-1]) >= 200, shown.stdout  # MB
-    assert not traces(name)
-
-
-def memory(text: str) -> int:
-    """Return what SLURM shows as memory in KB, or 0 if it shows none."""
-    return int(match[1]) if (match := re.fullmatch(r"(\d+)K", text.strip())) else 0
-
-
-def test_tree_refused(tmp_path: Path) -> None:
-    """No command, a name that is none, no git repository, no such suite: one line says so."""
-    made = tmp_path / "trees" / "made"
-    made.mkdir(parents=True)
-    (made / "complete").touch()
-
-    def refused(folder: Path, *words: str) -> str:
-        line = [sys.executable, "-m", "lab", "tree", "--trees", str(tmp_path / "trees"), *words]
-        variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(line, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-        return done.stderr
-
-    assert "which command?" in refused(ROOT, "made")
-    assert "letters and digits" in refused(ROOT, "../made", "--", "true")
-    assert "not a git repository" in refused(tmp_path, "made", "--", "true")
-    if shutil.which("debootstrap"):
-        assert "debootstrap: " in refused(ROOT, "--mirror", "file:///nowhere", "no-such-suite", "--", "true")
-    assert not (tmp_path / "trees" / "no-such-suite" / "complete").exists()
-
-
-def put_link(path: Path) -> None:
-    """Replace a file or folder by a link to it."""
-    path.symlink_to(path.rename(path.with_name("elsewhere")).name)
-
-
-# How somebody else could have come between, by what is said of it.
-SPOILT: dict[str, Callable[[Path], None]] = {
-    "is a link": put_link,
-    "belongs to user 12345": lambda path: os.chown(path, 12345, 12345),
-    "can be written to by others": lambda path: path.chmod(path.stat().st_mode | 0o020),
-}
-
-
-@pytest.mark.parametrize("problem", SPOILT)
-@pytest.mark.parametrize(
-    "where", [".", "trees", "trees/made", "trees/made/complete", "trees/made/project", "trees/made.log"]
-)
-def test_tree_of_others(tmp_path: Path, where: str, problem: str) -> None:
-    """A tree that others could have made or changed is refused with one line, before anything is run or written."""
-    top = tmp_path / "top"
-    (top / "trees/made/project").mkdir(parents=True)
-    (top / "trees/made/complete").write_text("made before")
-    (top / "trees/made.log").write_text("made before")
-    if where.endswith(".log"):
-        (top / "trees/made/complete").unlink()  # so that it would be made again
-    for path in [top, *top.rglob("*")]:
-        path.chmod(0o755)
-    SPOILT[problem](top / where)
-    before = contents(tmp_path)
-    words = ["--trees", str(top / "trees"), "--mirror", "file:///nowhere", "made", "--", "true"]
-    refused = command("tree", *words)
-    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, refused.stderr
-    assert refused.stderr.startswith(f"lab: error: {top / where} {problem}")
-    after = contents(tmp_path)
-    after.pop(top / "trees/.lock", None)
-    assert after == before
-
-
-def contents(folder: Path) -> dict[Path, bytes | None]:
-    """Return all that lies below a folder, and what is in the files."""
-    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
-
-
-@pytest.mark.runs("weekly")
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("suite", tree.SUITES)
-def test_tree(suite: str) -> None:
-    """In another Debian, with another SLURM, a lab starts and a step runs on two nodes as an ordinary user."""
-    if reason := tree.why_not(suite):
-        pytest.skip(reason)
-    script = """
-        python3 -m lab up --name tree
-        python3 -m lab run --name tree --chdir / -- srun --nodes=2 id -un
-        python3 -m lab run --name tree --chdir / -- sinfo --version
-        python3 -m lab down --name tree
-    """
-    line = [sys.executable, "-m", "lab", "tree", "--clone", f"test{os.getpid()}", suite, "--", "sh", "-ec", script]
-    try:
-        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("lab-student\n") == 2 and "lab: ended" in done.stdout
-    finally:
-        shutil.rmtree(tree.default_folder() / suite / f"test{os.getpid()}", ignore_errors=True)
+    with Lab(Wanted(name=name, share=on_this_machine_only(tmp_path))) as lab:
+        tmp_path.chmod(0o755)
+        for folder in (tmp_path / "closed", unshared):
+            status, text = said(folder, "true")
+            assert status == 2 and "--share" in text and f"or user {lab.user} cannot enter it" in text
+        assert said(tmp_path / "foreign", "squeue") == (0, "")
+        status, text = said(tmp_path / "foreign", "sbatch", "--wrap=true")
+        assert status == 0 and f"user {lab.user} cannot write to {tmp_path}/foreign" in text

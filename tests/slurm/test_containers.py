@@ -4,6 +4,7 @@ Built as on a cluster, by the ordinary user who submits the jobs, with two diffe
 debootstrap has made, since there is no registry of images here, and the image is not compressed.
 """
 
+import os
 import pwd
 import re
 import shutil
@@ -32,12 +33,14 @@ from harness.jobs import (
 )
 from harness.launchers import HOROVOD, copy_example
 from harness.runs import Reference, locked
-from lab import Lab, Wanted, tree
+from lab import Lab, Wanted
 from lab.config import STUDENT, find_account
 
 pytestmark = [pytest.mark.slurm, pytest.mark.runs("weekly"), pytest.mark.timeout(3600)]
 UNCOMPRESSED = "-noI -noD -noF -noX"
-HERE = "`python -m lab tree trixie` has it, and test_other_slurm.py runs these tests there"
+# What this machine needs to reach package indexes, and the image as well.
+SETTINGS = ("/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt", "/root/.config/pip/pip.conf")
+HERE = "docs/maintaining.md says where these tests run"
 
 
 def as_user(home: Path, *words: str) -> list[str]:
@@ -53,8 +56,8 @@ def as_user(home: Path, *words: str) -> list[str]:
 
 def why_not_here() -> str | None:
     """Say why no image can be built on this machine, whose lab can start; None where it can."""
-    if not shutil.which("apptainer"):
-        return f"needs Apptainer: {HERE}"
+    if missing := [name for name in ("apptainer", "debootstrap") if not shutil.which(name)]:
+        return f"needs Apptainer and debootstrap, and has no {missing[0]}: {HERE}"
     try:
         pwd.getpwuid(find_account(Wanted()).uid)
     except KeyError:
@@ -64,28 +67,23 @@ def why_not_here() -> str | None:
 
 @pytest.fixture(scope="session")
 def base(lab: Lab, session_folder: Path) -> Path:
-    """A folder of the user's with Debian and Python in the place of python:3.11-slim-bookworm.
-
-    It is a copy of one that is made once, and kept where root alone can change it.
-    """
-    if reason := why_not_here() or tree.why_not("container-base"):
+    """A folder of the user's with Debian and Python instead of python:3.11-slim-bookworm."""
+    if reason := why_not_here():
         pytest.skip(reason)
-    kept, folder = tree.open_folder(tree.default_folder()) / "container-base", session_folder / "container-base"
-    with locked(Path(f"{kept}.lock")):
-        for path in kept, kept / "complete":
-            tree.check_owner(path)
-        if not (kept / "complete").exists():
-            shutil.rmtree(kept, ignore_errors=True)
-            packages = "ca-certificates,python3,python3-dev,python3-venv"
-            words = ["debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", str(kept)]
-            subprocess.run([*words, tree.find_mirror()], check=True, stdout=subprocess.DEVNULL, timeout=600)
-            tree.copy_settings(kept, tree.SETTINGS)
-            shutil.rmtree(kept / "dev")  # devices, which an ordinary user cannot copy
-            (kept / "dev").mkdir()
-            (kept / "complete").touch()
+    folder, part = session_folder / "container-base", session_folder / "base-part"
+    with locked(session_folder / "container-base.lock"):
         if not folder.exists():
-            shutil.copytree(kept, session_folder / "base-part", symlinks=True)
-            hand_over(session_folder / "base-part").rename(folder)
+            ask = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages"]
+            mirror = subprocess.run(ask, check=True, capture_output=True, text=True, timeout=300).stdout.split()[0]
+            packages = "ca-certificates,python3,python3-dev,python3-venv"
+            words = ["debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", str(part), mirror]
+            subprocess.run(words, check=True, stdout=subprocess.DEVNULL, timeout=600)
+            for name in filter(os.path.exists, SETTINGS):
+                (part / name[1:]).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(name, part / name[1:])
+            shutil.rmtree(part / "dev")  # devices, which an ordinary user cannot copy
+            (part / "dev").mkdir()
+            hand_over(part).rename(folder)
     return folder
 
 
