@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from harness import edits, outputs, readme, refusals, runs
+from harness import edits, outputs, readme, runs
 from harness.runs import Reference
-from tests import held_memory
+from tests import held_memory, refusals
 
 pytestmark = pytest.mark.only("deepspeed")
 
@@ -125,7 +125,7 @@ def test_bad_settings(example: str, folder: Path) -> None:
     calls["os.environ.pop('LOCAL_RANK'); train.parse_args()", ""] = [
         "torchrun --standalone --nproc-per-node=2 train.py"
     ]
-    refusals.assert_calls_refused(folder, calls, **refusals.TORCHRUN)
+    refusals.assert_calls_refused(folder, calls)
 
 
 def test_bf16_with_accumulation(example: str, folder: Path) -> None:

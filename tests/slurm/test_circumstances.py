@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from harness import outputs
-from harness.jobs import EPOCHS, SETTINGS, Job, assert_completed, hand_over, two_processes
+from harness.jobs import EPOCHS, SETTINGS, Job, hand_over
 from harness.launchers import LAUNCHERS, copy_example
 from harness.runs import Reference
 from lab import Lab
+from tests.slurm.small import assert_completed, two_processes
 from tests.test_circumstances import ASCII, NAME, OPEN_TO_OTHERS
 
 pytestmark = pytest.mark.slurm

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from harness import outputs, readme
-from harness.jobs import EPOCHS, assert_completed, submit, two_processes
+from harness.jobs import EPOCHS, submit
 from harness.launchers import copy_example
 from harness.runs import Reference
 from lab import Lab
+from tests.slurm.small import assert_completed, two_processes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("deepspeed")]
 

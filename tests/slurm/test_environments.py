@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from harness import edits, outputs, readme
-from harness.jobs import Job, assert_completed, submit, two_processes
+from harness.jobs import Job, submit
 from harness.launchers import copy_example
 from harness.runs import Reference
 from lab import Lab
+from tests.slurm.small import assert_completed, two_processes
 
 pytestmark = pytest.mark.slurm
 SITE = "2.15.0+site"

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 import fake_gpus
-from harness.jobs import all_nodes, assert_completed, submit
+from harness.jobs import submit
 from harness.launchers import ROOT, copy_example
 from lab import Lab
+from tests.slurm.small import all_nodes, assert_completed
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("torchrun_multinode")]
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from harness import readme
-from harness.jobs import SETTINGS, Job, hand_over, submit, two_processes
+from harness.jobs import SETTINGS, Job, hand_over, submit
 from harness.launchers import copy_example
 from lab import Lab
+from tests.slurm.small import two_processes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("horovod_cpu")]
 # Instead of train.py: one task of each node, of which the second comes to the fence 5 s late.

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from harness import readme
-from harness.jobs import submit, two_processes
+from harness.jobs import submit
 from harness.launchers import copy_example
 from lab import Lab
+from tests.slurm.small import two_processes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("torchrun_vision")]
 
