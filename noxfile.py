@@ -73,7 +73,7 @@ def for_each_example(kind: str, what: str) -> None:
 for_each_example("smoke", "Train as the README says, and with minimal.py, on CPU over Gloo.")
 for_each_example("checks", "Run all other tests that need no SLURM.")
 for_each_example("slurm", "Submit run.slurm, unmodified, in a SLURM on this machine (needs root).")
-for_each_example("weekly", "Run the long tests, which the other sessions leave to this one.")
+for_each_example("full", "Run the long tests, which the other sessions leave to this one.")
 
 
 @nox.session
@@ -103,7 +103,7 @@ def verify(session: nox.Session) -> None:
 
 @nox.session
 def repo(session: nox.Session) -> None:
-    """Run the tests of what belongs to no example (`-- -m "repo and weekly"`: the long ones)."""
+    """Run the tests of what belongs to no example (`-- -m "repo and full"`: the long ones)."""
     install(session, ROOT / "examples" / "ddp_spawn")
     sessions.pytest(session, "repo", *session.posargs)
 

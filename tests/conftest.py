@@ -25,15 +25,15 @@ from tests.reference import reference as make_reference  # noqa: E402
 # A shell lets what it starts with `&` ignore SIGINT, and so would everything that these tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-WHEN = ("smoke", "checks", "weekly")  # the words of the mark `runs`
+WHEN = ("smoke", "checks", "full")  # the words of the mark `runs`
 CLAUSES = {field.name for field in dataclasses.fields(Launcher) if field.type is bool}
 
 # Where CI=true is set, as in .ci/run, a skip would look like a pass. These reasons alone are permitted there.
 PERMITTED_SKIPS = (
     r"cgroup-v[12]: ",  # a machine has one of them, and the lab's other ways to track processes work everywhere
-    r"needs (Apptainer|an ordinary user .*): ",  # weekly: test_other_slurm.py runs these tests in a Debian that has it
+    r"needs (Apptainer|an ordinary user .*): ",  # full: test_other_slurm.py runs these tests in a Debian that has it
     r"this machine has Apptainer: ",  # and this is what that says otherwise
-    r"this SLURM is packaged without its PMIx plugin",  # weekly: one of the other Debians
+    r"this SLURM is packaged without its PMIx plugin",  # full: one of the other Debians
 )
 
 
@@ -88,7 +88,7 @@ def when_it_runs(item: pytest.Item) -> set[str]:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself selects by mark
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Do what the marks say: leave out tests of other examples, and mark what is weekly and what belongs to none.
+    """Do what the marks say: leave out tests of other examples, and mark the long ones and what belongs to none.
 
     Tests that wait come first: at the end of a session the other cores would wait for them.
     """
@@ -99,8 +99,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         chosen.append(item)
         when = when_it_runs(item)
-        if "weekly" in when:
-            item.add_marker("weekly")
+        if "full" in when:
+            item.add_marker("full")
         elif "smoke" in when and "checks" not in when:
             item.add_marker("smoke")
         if not of_example:

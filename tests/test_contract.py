@@ -98,7 +98,7 @@ def test_killed_and_resumed(example: str, folder: Path, reference: Reference) ->
     kill_and_resume(example, folder, reference, [runs.kill_all])
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 @pytest.mark.parametrize("repeat", range(5))
 def test_killed_ten_times(example: str, folder: Path, reference: Reference, repeat: int) -> None:
     """Five runs, each killed at two random moments: first one process alone, then all."""

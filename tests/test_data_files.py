@@ -58,7 +58,7 @@ def test_reads_idx_files(data: ModuleType, tmp_path: Path, name: str) -> None:
     assert bytes(test_set.labels.tolist()) == samples.idx_files()["t10k-labels-idx1-ubyte"][8:]
 
 
-@pytest.mark.weekly
+@pytest.mark.full
 @pytest.mark.timeout(1600)
 @pytest.mark.only("ddp_spawn", "horovod_tensorflow")
 def test_fashion_mnist(example: str, folder: Path) -> None:

@@ -17,7 +17,7 @@ from verify import checks
 
 FAULTS = sorted(ROOT.glob("tests/faults/*.patch"))
 RIGHT = sorted(ROOT.glob("tests/right/*.patch"))
-# These are tested each time, all of them weekly.
+# These are tested each time, all of them by `nox -s full`.
 ORDINARY = ("gan", "texts-as-dicts", "augmentation-in-workers", "score-without-a-loss", "one-cycle")
 STARTED = ("vocabulary-of-a-set",)  # not forked: forked processes have one order of all sets
 pytestmark = pytest.mark.timeout(900)
@@ -33,8 +33,8 @@ def first_of_each_row() -> set[Path]:
 
 
 def parameters(paths: list[Path], ordinary: set[Path]) -> list:
-    """Return pytest's parameters for patches: those that are not ordinary are weekly."""
-    return [pytest.param(p, id=p.stem, marks=[] if p in ordinary else [pytest.mark.weekly]) for p in paths]
+    """Return pytest's parameters for patches: those that are not ordinary are for `nox -s full`."""
+    return [pytest.param(p, id=p.stem, marks=[] if p in ordinary else [pytest.mark.full]) for p in paths]
 
 
 @pytest.fixture(scope="session")
@@ -110,7 +110,7 @@ def test_right(path: Path, server: str, tmp_path: Path) -> None:
     assert_no_fail(path, server, tmp_path, ["processes", "killed"])
 
 
-@pytest.mark.weekly
+@pytest.mark.full
 @pytest.mark.parametrize("path", RIGHT, ids=lambda path: path.stem)
 def test_right_in_all_rows(path: Path, server: str, tmp_path: Path) -> None:
     """A right program has no FAIL in any row."""

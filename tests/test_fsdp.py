@@ -86,7 +86,7 @@ def plain_training() -> tuple[dict[str, torch.Tensor], list[float], list[float]]
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=[pytest.mark.runs("weekly")] * (mesh != "2x2"), id=mesh) for mesh in MESHES]
+    "mesh", [pytest.param(mesh, marks=[pytest.mark.runs("full")] * (mesh != "2x2"), id=mesh) for mesh in MESHES]
 )
 def test_mesh(example: str, folder: Path, mesh: str) -> None:
     """Every mesh takes the steps of plain PyTorch in one process, gradients clipped and accumulated, to 1e-9 in fp64.
@@ -110,7 +110,7 @@ def test_mesh(example: str, folder: Path, mesh: str) -> None:
     assert [row["test_loss"] for row in rows] == pytest.approx(test_losses, rel=1e-9)
 
 
-@pytest.mark.parametrize("mesh", ["2x1", pytest.param("2x2", marks=pytest.mark.runs("weekly"))])
+@pytest.mark.parametrize("mesh", ["2x1", pytest.param("2x2", marks=pytest.mark.runs("full"))])
 def test_share_of_memory(example: str, folder: Path, mesh: str) -> None:
     """Each process holds its share of weights, gradients and Adam's state before a step, to 5 %."""
     held_memory.plant(folder, "            optimizer.step()", "note_optimizer(optimizer)")

@@ -31,7 +31,7 @@ def test_without_a_launcher(example: str, folder: Path) -> None:
     assert outputs.read_metrics(folder / "output")[0]["world_size"] == 1
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_lm_reaches_the_floor(example: str, folder: Path) -> None:
     """The default run ends within 5 % of the source's entropy, in under two minutes on two cores."""
     run = lm(folder, 2, "").wait()
@@ -100,7 +100,7 @@ def test_launcher_killed(example: str, folder: Path) -> None:
     assert "finished" not in run.stdout
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_mpirun_with_four_processes(example: str, folder: Path) -> None:
     """The README's command for MPI and the language model: NP processes of OMP_NUM_THREADS threads."""
     line = readme.command("examples/horovod_cpu/README.md", "... mpirun ...")

@@ -48,7 +48,7 @@ sleep 60
 """
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(not LINUX, reason="cgroup-v2: needs a Linux that is a program: apt-get install user-mode-linux")
 @pytest.mark.skipif(os.geteuid() != 0, reason="cgroup-v2: needs root")

@@ -302,7 +302,7 @@ def test_from_nothing_to_a_job(name: str, tmp_path: Path) -> None:
     assert run_lines([down], tmp_path / "clone") == "lab: ended\n"
 
 
-@pytest.mark.runs("weekly")  # test_from_nothing_to_a_job has the first of these commands
+@pytest.mark.runs("full")  # test_from_nothing_to_a_job has the first of these commands
 def test_readme(name: str, tmp_path: Path) -> None:
     """Each command in the lab's README does what stands beside it."""
     share = repository(tmp_path / "clone")
@@ -654,7 +654,7 @@ def test_domain_and_names(name: str, tmp_path: Path) -> None:
 READMES = sorted(ROOT.glob("examples/*/README.md"))
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_accounting(name: str, tmp_path: Path) -> None:
     """`sacct` shows the last slice of a requeued job, `sacct -D` both; so does `seff`, where there is one.
 
@@ -782,7 +782,7 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("suite", tree.SUITES)
 def test_tree(suite: str) -> None:

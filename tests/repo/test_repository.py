@@ -94,7 +94,7 @@ def test_hosted_workflow(hosted: dict[str, Any]) -> None:
     """Each change is tested by .ci/run with the oldest and the newest Python, weekly with the long tests."""
     rows = hosted["jobs"]["checks"]["strategy"]["matrix"]["include"]
     assert {row["python"] for row in rows} == {"3.11", "3.12", "3.13"}
-    assert hosted["jobs"]["checks"]["steps"][-1]["run"] == "bash .ci/run ${WEEKLY:+weekly}"
+    assert hosted["jobs"]["checks"]["steps"][-1]["run"] == "bash .ci/run ${FULL:+full}"
 
 
 def test_hosted_is_careful(hosted: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ def noexec(lab: Lab) -> Iterator[None]:
         yield
 
 
-@pytest.mark.runs("weekly")  # each job of the lab is an ordinary user's; test_ordinary_user of one machine has the rest
+@pytest.mark.runs("full")  # each job of the lab is an ordinary user's; test_ordinary_user of one machine has the rest
 @pytest.mark.usefixtures("noexec")
 def test_ordinary_user(
     example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]

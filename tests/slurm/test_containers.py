@@ -24,7 +24,7 @@ from lab.config import STUDENT, find_account
 from tests.slurm.small import all_nodes, assert_completed, assert_refused, held, two_processes
 from tests.slurm.test_run_slurm import array_of_three, stub
 
-pytestmark = [pytest.mark.slurm, pytest.mark.runs("weekly"), pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.runs("full"), pytest.mark.timeout(3600)]
 UNCOMPRESSED = "-noI -noD -noF -noX"
 HERE = "`python -m lab tree trixie` has it, and test_other_slurm.py runs these tests there"
 

@@ -61,7 +61,7 @@ def assert_uses_module(job: Job, other: Path) -> None:
     outputs.assert_same_run(job.output, other)
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 @pytest.mark.only("pytorch")
 def test_site_module(
     example: str, source: Path, lab: Lab, two_process_job: Callable[[], Reference], tmp_path: Path
@@ -90,7 +90,7 @@ def write_tree(folder: Path, programs: str, packages: str) -> None:
         (folder / name).write_text(f"{text}\n")
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 @pytest.mark.only("accelerate")
 @pytest.mark.skipif(not LMOD.exists(), reason="needs Debian's package lmod")
 def test_lmod(example: str, source: Path, lab: Lab, two_process_job: Callable[[], Reference], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.slurm.small import all_nodes, assert_completed
 pytestmark = [pytest.mark.slurm, pytest.mark.only("torchrun_multinode")]
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_one_process_for_each(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
     """With two GPUs on each of its nodes there are four processes, and each uses its own GPU."""
     folder = copy_example(source, tmp_path / example)

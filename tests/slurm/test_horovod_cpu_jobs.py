@@ -71,7 +71,7 @@ def test_language_model(example: str, source: Path, lab: Lab, tmp_path: Path) ->
     assert first in book.log and "per byte" in book.log
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_in_an_allocation(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """The README's `salloc`, and in its shell `srun --mpi=pmix`: all four processes train together."""
     folder = hand_over(copy_example(source, tmp_path / example))

@@ -44,7 +44,7 @@ def test_srun_job(example: str, source: Path, lab: Lab, tmp_path: Path, shipped_
 
 
 @pytest.mark.only("torchrun_multinode")
-@pytest.mark.parametrize("rows", [["processes", "ends"], pytest.param(checks.ROWS, marks=pytest.mark.weekly)])
+@pytest.mark.parametrize("rows", [["processes", "ends"], pytest.param(checks.ROWS, marks=pytest.mark.full)])
 def test_verify(example: str, source: Path, lab: Lab, tmp_path: Path, rows: list[str]) -> None:
     """In an allocation of two nodes, verify starts train.py by srun, and its table is the one in its README."""
     folder = copy_example(source, tmp_path / example)
@@ -79,7 +79,7 @@ def test_minimal_job(
 
 
 @pytest.mark.only(*HOROVOD)
-@pytest.mark.runs("weekly")  # a run over Gloo is an ordinary test of each example of Horovod
+@pytest.mark.runs("full")  # a run over Gloo is an ordinary test of each example of Horovod
 def test_gloo_instead_of_mpi(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """LAUNCH=gloo on two nodes, preempted and requeued: the bits of the same processes with MPI.
 

@@ -10,7 +10,7 @@ from harness.launchers import ROOT
 from lab import tree, why_not
 from tests.slurm.test_containers import why_not_here
 
-pytestmark = [pytest.mark.slurm, pytest.mark.runs("weekly"), pytest.mark.timeout(4000)]
+pytestmark = [pytest.mark.slurm, pytest.mark.runs("full"), pytest.mark.timeout(4000)]
 NO_PMIX = "this SLURM is packaged without its PMIx plugin, and MPI needs it"
 
 
@@ -39,5 +39,5 @@ def test_containers(example: str) -> None:
         pytest.skip(reason)
     if not why_not_here():
         pytest.skip("this machine has Apptainer: test_containers.py has run here")
-    printed = run_in_tree("trixie", f"weekly({example})", "test_containers.py")
+    printed = run_in_tree("trixie", f"full({example})", "test_containers.py")
     assert re.search(r"\b[4-9] passed", printed) and "skipped" not in printed, printed

@@ -20,7 +20,7 @@ EPOCHS = 3
 
 
 @pytest.mark.only("torchrun_multinode")
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 @pytest.mark.timeout(1200)
 def test_eight_trials(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A killed task's trial goes on in another task, after its last epoch; none of the eight is lost or there twice."""
