@@ -1,4 +1,4 @@
-"""Jobs for the tests: small ones, such that wait, and how jobs have to end."""
+"""What tests of jobs share: small jobs, jobs that wait, and how a job has to end."""
 
 import re
 from pathlib import Path
