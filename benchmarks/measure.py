@@ -111,7 +111,6 @@ def compare(args: argparse.Namespace) -> None:
     "weights" and "losses" are the largest differences from those of ddp_spawn. The tests check that they are none.
     """
     from harness import jobs, outputs, runs
-    from harness.processes import seldom
     from lab import Lab, Wanted, why_not
 
     in_job = args.command == "job"
@@ -127,8 +126,10 @@ def compare(args: argparse.Namespace) -> None:
         for name in dict.fromkeys([FIRST, *args.examples]):
             folder = copy_example(ROOT / "examples" / name, temporary / name)
             if in_job:
-                job = jobs.submit_four(lab, name, folder, *limited(args))
-                first, memory = follow(job.output, seldom(lambda job=job: job.ended), job.processes)
+                words = ["--processes", "4"] * (name == FIRST)  # which starts them itself, on one node
+                options = ("--cpus-per-task=8",) * (name == FIRST)
+                job = jobs.submit(lab, name, folder, *words, *limited(args), options=options)
+                first, memory = follow(job.output, lambda job=job: not job.processes() and job.ended, job.processes)
                 output = job.output
                 assert job.shown["JobState"] == "COMPLETED", f"{name} failed:\n{job.log}"
             else:

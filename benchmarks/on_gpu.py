@@ -41,7 +41,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.measure import bare, commit, cores, positive, speed, use_this_python
 from harness import outputs, runs
-from harness.edits import HOLD, hold_epochs
+from harness.edits import GO_ON, hold, hold_epochs
 from harness.launchers import LAUNCHERS, ROOT, copy_example
 
 EXAMPLES = [name for name, launcher in LAUNCHERS.items() if launcher.gpus]
@@ -175,15 +175,14 @@ def default(bench: Bench, example: str, folder: Path) -> str:
 
 def killed(bench: Bench, example: str, folder: Path) -> str:
     """Kill all processes after two epochs, and resume."""
-    hold_epochs(folder, LAUNCHERS[example])
-    (folder / HOLD).write_text("2")
+    hold_epochs(folder, 2)
     run = runs.start(example, folder, bench.processes, *bench.limited(), **bench.variables())
     run.read_until("epoch  2/", max(1, bench.left()))
     ids = set(map(str, run.pids()))
     used = [tuple(row) for row in nvidia_smi("compute-apps=pid,gpu_uuid") if row[0] in ids]
-    runs.kill_all(example, run)
+    runs.kill_all(run)
     assert len({pid for pid, _ in used}) == len(set(used)), f"a process uses several GPUs: {used}"
-    (folder / HOLD).unlink()
+    hold(folder, GO_ON)
     rows = bench.train(example, folder, "--resume")
     assert [row["epoch"] for row in rows] == list(range(1, len(rows) + 1)) and len(rows) > 2, rows
     assert outputs.read_run(folder / "output")["starts"][-1]["step"] > 0, "it has begun again"

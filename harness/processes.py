@@ -1,19 +1,17 @@
-"""The processes of a run: the environment that they start with, and how to find them, wherever they are."""
+"""The processes of a run: the environment that they start with, how to find and end them, and how to wait."""
 
 import contextlib
-import math
 import os
 import re
-import select
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ASK_SLURM = 1.0  # seconds between two questions to SLURM: several tests wait at a time, on few cores
-Words = Sequence[str | os.PathLike[str]]  # of a command
 FOREIGN = re.compile(
     r"SLURM|OMPI_|PMI|HOROVOD_|MASTER_|TORCHELASTIC|PET_"  # a job, or another launcher
     r"|(RANK|WORLD_SIZE|LOCAL_RANK|OMP_NUM_THREADS|GLOO_SOCKET_IFNAME|PYTHONDONTWRITEBYTECODE)$"  # a shell
@@ -31,11 +29,9 @@ def find_processes(variable: str) -> list[int]:
     """Return the ids of all living processes that have `variable`, as NAME=value, in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
+        with contextlib.suppress(OSError):  # it has ended, or is not ours
             if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
                 found.append(int(folder.name))
-        except OSError:  # it has ended, or is not ours
-            continue
     return found
 
 
@@ -49,27 +45,18 @@ def command_lines(pids: list[int]) -> list[str]:
     return found
 
 
-def with_framework(pids: list[int]) -> dict[int, int]:
-    """Of these processes return those that have PyTorch or TensorFlow loaded, with their parents.
+def workers(pids: list[int]) -> list[int]:
+    """Of these processes return those that train: they have PyTorch or TensorFlow loaded, and started no other such.
 
     The workers of PyTorch's DataLoader, which read data for one of them, are left out.
     """
-    found = {}
+    parents = {}
     for pid in pids:
-        try:
+        with contextlib.suppress(OSError):  # it has ended
             # As bytes: the kernel cuts names after 15 of them, also inside a letter.
-            if Path(f"/proc/{pid}/comm").read_bytes() == b"pt_data_worker\n":
-                continue
-            if re.search(b"libtorch|libtensorflow", Path(f"/proc/{pid}/maps").read_bytes()):
-                found[pid] = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
-        except OSError:  # it has ended
-            continue
-    return found
-
-
-def workers(pids: list[int]) -> list[int]:
-    """Of these processes return those that train: they have a framework loaded, and started none of the others."""
-    parents = with_framework(pids)
+            reads_data = Path(f"/proc/{pid}/comm").read_bytes() == b"pt_data_worker\n"
+            if not reads_data and re.search(b"libtorch|libtensorflow", Path(f"/proc/{pid}/maps").read_bytes()):
+                parents[pid] = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
     return [pid for pid in parents if pid not in parents.values()]
 
 
@@ -86,11 +73,10 @@ def end_processes(variable: str) -> None:
     wait_until(none_left, 300, f"the end of all processes with {variable}", pause=0.01)
 
 
-def finish(words: Words, seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
+def finish(words: Sequence[str | os.PathLike[str]], seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a command, with its output as text, as subprocess.run does; `options` go to subprocess.Popen.
 
-    On a time-out, or another exception, all that it has started in its session is ended, too: subprocess.run would end
-    nox or pytest alone, and what they have started would run on.
+    On a time-out, or another exception, all that it has started in its session is ended, too.
     """
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
     with subprocess.Popen(words, start_new_session=True, **options) as process:
@@ -113,51 +99,22 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str, pause
         time.sleep(pause)
 
 
-def seldom(ask: Callable[[], bool], pause: float = ASK_SLURM) -> Callable[[], bool]:
-    """Return a function that asks at most once in `pause` seconds, and gives the last answer again until then.
-
-    It is for a condition of wait_until beside another one that costs little and is asked more often.
-    """
-    asked, answer = -math.inf, False
-
-    def last() -> bool:
-        nonlocal asked, answer
-        if time.monotonic() - asked >= pause:
-            answer, asked = ask(), time.monotonic()
-        return answer
-
-    return last
-
-
-PIPES = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT}  # options of `running`
-
-
 @contextlib.contextmanager
-def running(words: Words, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """Run a command for as long as the block lasts, with a pipe for its stdout; `options` go to subprocess.Popen."""
-    options = {"stdout": subprocess.PIPE, "text": True} | options
-    with subprocess.Popen(words, **options) as process:
+def running(words: Sequence[str | os.PathLike[str]], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Run a command for as long as the block lasts, with pipes for its stdin and its output."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(words, **pipes | options) as process:
         try:
             yield process
         finally:
             process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
 
 
 def read_line(process: subprocess.Popen[str], seconds: float) -> str:
-    """Return the next line of a process's stdout, or what comes before its end; AssertionError if neither comes.
-
-    It takes one byte at a time from the pipe itself, so that nothing waits in a buffer that others do not look into.
-    """
-    deadline, line = time.monotonic() + seconds, b""
-    while not line.endswith(b"\n"):
-        ready, _, _ = select.select([process.stdout], [], [], max(0, deadline - time.monotonic()))
-        assert ready, f"{process.args!r} printed no line within {seconds} s, only {line!r}"
-        byte = os.read(process.stdout.fileno(), 1)
-        if not byte:
-            break
-        line += byte
-    return line.decode()
+    """Return the next line of a process's stdout, or what comes before its end; after `seconds` it is ended."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        return process.stdout.readline()
+    finally:
+        timer.cancel()

@@ -14,29 +14,30 @@ import pytest
 
 pytest.register_assert_rewrite("harness")  # so that an assertion that fails there, too, shows its values
 from harness import runs  # noqa: E402
-from harness.jobs import CPUS, GPUS, NODES, cancel_left, on_this_machine_only  # noqa: E402
+from harness.jobs import CPUS, GPUS, NODES, on_this_machine_only  # noqa: E402
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, Launcher, copy_example  # noqa: E402
-from harness.reference import reference as make_reference  # noqa: E402
+from harness.processes import ASK_SLURM, wait_until  # noqa: E402
 from harness.runs import Reference  # noqa: E402
 from harness.sessions import in_ci  # noqa: E402
 from lab import Lab, Wanted, why_not  # noqa: E402
+from tests.reference import reference as make_reference  # noqa: E402
 
 # A shell lets what it starts with `&` ignore SIGINT, and so would everything that these tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-WHEN = ("smoke", "checks", "weekly")  # the words of the mark `runs`
+WHEN = ("smoke", "checks", "full")  # the words of the mark `runs`
 CLAUSES = {field.name for field in dataclasses.fields(Launcher) if field.type is bool}
 
 # Where CI=true is set, as in .ci/run, a skip would look like a pass. These reasons alone are permitted there.
 PERMITTED_SKIPS = (
-    r"needs (Apptainer .*|an ordinary user .*): ",  # weekly: few releases of Debian have it
+    r"needs (Apptainer .*|an ordinary user .*): ",  # full: few releases of Debian have it
 )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--example", action="append", choices=EXAMPLES, help="test this example only (repeatable)")
     parser.addoption("--folder", type=Path, help="where a copy of the one example lies (default: this repository)")
-    parser.addoption("--references", type=Path, help="the folder where harness.reference has left reference runs")
+    parser.addoption("--references", type=Path, help="the folder where tests.reference has left reference runs")
 
 
 def part_of(path: Path) -> str:
@@ -84,7 +85,7 @@ def when_it_runs(item: pytest.Item) -> set[str]:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself selects by mark
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Do what the marks say: leave out tests of other examples, and mark what is weekly and what belongs to none.
+    """Do what the marks say: leave out tests of other examples, and mark the long ones and what belongs to none.
 
     Tests that wait come first: at the end of a session the other cores would wait for them.
     """
@@ -95,8 +96,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         chosen.append(item)
         when = when_it_runs(item)
-        if "weekly" in when:
-            item.add_marker("weekly")
+        if "full" in when:
+            item.add_marker("full")
         elif "smoke" in when and "checks" not in when:
             item.add_marker("smoke")
         if not of_example:
@@ -168,7 +169,12 @@ def no_job_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """End the jobs that a test has left in the lab, which would hinder those that follow, and call it a failure."""
     lab = request.getfixturevalue("lab") if "lab" in request.fixturenames else None
     yield
-    if lab and (left := cancel_left(lab)):
+    if not lab:
+        return
+    words = ["squeue", "--noheader", "--states=PENDING,RUNNING,SUSPENDED,CONFIGURING", "--format=%i %j %T"]
+    if left := lab.run(words, cwd="/", check=True).stdout.strip():
+        lab.run(["scancel", *(line.split()[0] for line in left.splitlines())], cwd="/", user="root")
+        wait_until(lambda: not lab.run(["squeue", "--noheader"], cwd="/").stdout, 300, f"the end of {left}", ASK_SLURM)
         pytest.fail(f"left in the lab: {left}")
 
 
@@ -198,4 +204,4 @@ def reference(example: str, shipped: Path, kept: Path) -> Reference:
 @pytest.fixture(scope="session")
 def ddp_spawn_output(kept: Path) -> Path:
     """The output folder of ddp_spawn's default run, which other examples are compared with."""
-    return runs.references(kept / "reference-ddp_spawn", runs.train_ddp_spawn)[0].output
+    return make_reference("ddp_spawn", ROOT / "examples" / "ddp_spawn", kept).output

@@ -42,7 +42,7 @@ def assert_trained(run: runs.Run, example: str, reference: Reference) -> None:
 
 
 @needs_root
-@pytest.mark.runs("weekly", *[name for name in EXAMPLES if name != "ddp_spawn"])
+@pytest.mark.runs("full", *[name for name in EXAMPLES if name != "ddp_spawn"])
 def test_ordinary_user(example: str, source: Path, tmp_path: Path, reference: Reference) -> None:
     """A user without a name, umask 077, an ASCII locale, a space and an é in the path, TMPDIR with noexec: all work.
 
@@ -65,7 +65,7 @@ def test_ordinary_user(example: str, source: Path, tmp_path: Path, reference: Re
 
 
 @needs_root
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_two_users(example: str, source: Path, tmp_path: Path, reference: Reference) -> None:
     """Two users, neither of whom can write to the other's files, train at once with one temporary folder: both do."""
     temporary = tmp_path / "t"

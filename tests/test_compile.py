@@ -11,7 +11,7 @@ from harness import outputs, runs
 
 pytestmark = [
     pytest.mark.only("torchrun_vision", "fsdp", "lora"),
-    pytest.mark.runs("weekly"),
+    pytest.mark.runs("full"),
     pytest.mark.timeout(1800),
 ]
 SMALL = {  # little to train, in two epochs

@@ -1,15 +1,19 @@
 """Real input: MNIST and FashionMNIST through torchvision's own files, reader and downloader."""
 
+import functools
 import gzip
 import hashlib
+import http.server
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from harness import outputs, readme, refusals, runs, samples
+from harness import outputs, readme, runs
 from harness.launchers import LAUNCHERS
+from tests import refusals, samples
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where its package dataset-fashion-mnist has the files
 
@@ -54,7 +58,7 @@ def test_reads_idx_files(data: ModuleType, tmp_path: Path, name: str) -> None:
     assert bytes(test_set.labels.tolist()) == samples.idx_files()["t10k-labels-idx1-ubyte"][8:]
 
 
-@pytest.mark.weekly
+@pytest.mark.full
 @pytest.mark.timeout(1600)
 @pytest.mark.only("ddp_spawn", "horovod_tensorflow")
 def test_fashion_mnist(example: str, folder: Path) -> None:
@@ -80,8 +84,15 @@ def test_damaged_idx_files(data: ModuleType, tmp_path: Path, file: str, left: in
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """Serve MNIST's packed files on loopback; yield the address and the folder they lie in."""
-    with samples.served(tmp_path / "served") as address:
-        yield address, tmp_path / "served"
+    folder = tmp_path / "served"
+    folder.mkdir()
+    for file, content in samples.idx_files().items():
+        (folder / f"{file}.gz").write_bytes(gzip.compress(content))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/", folder
+        server.shutdown()
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from harness import edits, outputs, readme, refusals, runs
+from harness import edits, outputs, readme, runs
 from harness.runs import Reference
-from tests import held_memory
+from tests import held_memory, refusals
 
 pytestmark = pytest.mark.only("deepspeed")
 
@@ -34,7 +34,7 @@ def bare(tmp_path: Path) -> dict[str, Any]:
     return {"PATH": str(programs), "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_stage_1_and_its_own_launcher(example: str, folder: Path, reference: Reference) -> None:
     """The README's `deepspeed` command, at stage 1: the bits of stage 0, half of Adam's state on each process."""
     note_memory(folder)
@@ -46,7 +46,7 @@ def test_stage_1_and_its_own_launcher(example: str, folder: Path, reference: Ref
     assert held["parameters"] == pytest.approx(WEIGHTS, rel=0.01)
 
 
-@pytest.mark.runs("weekly")  # a job of it is an ordinary test
+@pytest.mark.runs("full")  # a job of it is an ordinary test
 def test_stage_3_without_a_compiler(example: str, folder: Path, reference: Reference, bare: dict[str, Any]) -> None:
     """Stage 3 on a node without ninja and compiler: the bits of stage 0, half of everything on each process."""
     note_memory(folder)
@@ -125,7 +125,7 @@ def test_bad_settings(example: str, folder: Path) -> None:
     calls["os.environ.pop('LOCAL_RANK'); train.parse_args()", ""] = [
         "torchrun --standalone --nproc-per-node=2 train.py"
     ]
-    refusals.assert_calls_refused(folder, calls, **refusals.TORCHRUN)
+    refusals.assert_calls_refused(folder, calls)
 
 
 def test_bf16_with_accumulation(example: str, folder: Path) -> None:

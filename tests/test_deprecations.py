@@ -60,7 +60,7 @@ def variables(folder: Path, tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(tmp_path / "hook"), "NOTE_FOLDER": f"{folder}/"}
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_nothing_deprecated(example: str, folder: Path, variables: dict[str, str]) -> None:
     """An epoch, a resume and the pattern alone call nothing that a pinned package says will go."""
     assert runs.start(example, folder, 2, "--epochs", 1, **variables).wait().status == 0

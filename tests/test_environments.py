@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "install.md"
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": "/dev/null"}
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 @pytest.mark.timeout(3600)
 def test_without_internet(example: str, folder: Path, tmp_path: Path) -> None:
     """Wheels are collected in one folder, and copied to another, where they are installed without an index.
@@ -40,7 +40,7 @@ def test_without_internet(example: str, folder: Path, tmp_path: Path) -> None:
         assert done.stdout.count("building") == 1 and done.stdout.count("have added up") == 2, done.stdout
     environment: dict[str, Any] = {"PATH": f"{folder}/.venv/bin:{clean_environment()['PATH']}"}
     run = runs.train(example, folder, 2, "--epochs", 1, **environment)
-    assert LAUNCHERS[example].words in run.stdout and (folder / "output" / LAUNCHERS[example].model).stat().st_size
+    assert "train loss" in run.stdout and (folder / "output" / LAUNCHERS[example].model).stat().st_size
 
 
 @pytest.mark.only(*HOROVOD)
@@ -54,7 +54,7 @@ def test_versions(example: str, source: Path) -> None:
         assert (f"\nversion={version}\n" if name == "horovod" else f"'{name}=={version}'") in script, name
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_lock(example: str, folder: Path) -> None:
     """The page's lock file has a checksum of each package that the example needs, and can be installed as it says.
 

@@ -52,7 +52,7 @@ def assert_used(logs: Path, wanted: list[str]) -> None:
 
 
 @pytest.mark.only(*REACHED)
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_trains(example: str, folder: Path, tmp_path: Path) -> None:
     """train.py trains two epochs: GPUs, NCCL, pinned memory, autocast, and where it has them, fused AdamW and fp16."""
     arguments = ARGUMENTS.get(example, TRAIN)
@@ -67,7 +67,7 @@ def test_trains(example: str, folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.only(*(name for name in REACHED if f"minimal.py of {name}" not in NOT_REACHED))
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_minimal(example: str, folder: Path, tmp_path: Path) -> None:
     """minimal.py trains on GPUs."""
     run = runs.Run(command(folder), folder, fake_gpus(tmp_path / "logs")).wait()
@@ -93,7 +93,7 @@ MISTAKES = {  # in minimal.py: what stands there, what somebody wrote instead, a
 @pytest.mark.only("torchrun_multinode")
 @pytest.mark.parametrize(
     "mistake",
-    [pytest.param(name, marks=[pytest.mark.runs("weekly")] * (number > 2)) for number, name in enumerate(MISTAKES)],
+    [pytest.param(name, marks=[pytest.mark.runs("full")] * (number > 2)) for number, name in enumerate(MISTAKES)],
 )
 def test_finds(example: str, folder: Path, tmp_path: Path, mistake: str) -> None:
     """A mistake in a line for GPUs, which no run on CPUs shows, is found."""

@@ -1,6 +1,6 @@
 """verify/ finds the mistakes in tests/faults, each by the row that its patch names, and has no FAIL for tests/right.
 
-The ranks are forked from a process that has imported torch: see harness/forked.py.
+The ranks are forked from a process that has imported torch: see tests/forked.py.
 """
 
 import itertools
@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from harness import readme
 from harness.launchers import ROOT, copy_example
 from verify import checks
 
 FAULTS = sorted(ROOT.glob("tests/faults/*.patch"))
 RIGHT = sorted(ROOT.glob("tests/right/*.patch"))
-# These are tested each time, all of them weekly.
+# These are tested each time, all of them by `nox -s full`.
 ORDINARY = ("gan", "texts-as-dicts", "augmentation-in-workers", "score-without-a-loss", "one-cycle")
 STARTED = ("vocabulary-of-a-set",)  # not forked: forked processes have one order of all sets
 pytestmark = pytest.mark.timeout(900)
@@ -34,15 +33,15 @@ def first_of_each_row() -> set[Path]:
 
 
 def parameters(paths: list[Path], ordinary: set[Path]) -> list:
-    """Return pytest's parameters for patches: those that are not ordinary are weekly."""
-    return [pytest.param(p, id=p.stem, marks=[] if p in ordinary else [pytest.mark.weekly]) for p in paths]
+    """Return pytest's parameters for patches: those that are not ordinary are for `nox -s full`."""
+    return [pytest.param(p, id=p.stem, marks=[] if p in ordinary else [pytest.mark.full]) for p in paths]
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The command of a client of harness/forked.py."""
+    """The command of a client of forked.py."""
     path = tmp_path_factory.mktemp("s") / "s"
-    words = [sys.executable, str(ROOT / "harness" / "forked.py"), str(path)]
+    words = [sys.executable, str(ROOT / "tests" / "forked.py"), str(path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         yield " ".join([words[0], "-S", *words[1:]])  # without the hook, which would import torch
@@ -63,6 +62,13 @@ def patched(path: Path, tmp_path: Path) -> tuple[str, Path]:
     run = subprocess.run(["patch", "-p1", "-i", str(path)], cwd=folder, capture_output=True, text=True)
     assert run.returncode == 0 and "fuzz" not in run.stdout, run.stdout + run.stderr
     return example, folder
+
+
+def verdicts(launcher: str) -> dict[str, str]:
+    """Return the verdict of each row that the table in verify's README has for a launcher."""
+    line = re.search(rf"^\| {launcher} \| (.*) \|$", (ROOT / "verify" / "README.md").read_text(), re.MULTILINE)
+    words = {"ok": "ok", "-": "not checked"}
+    return {row: words[cell] for row, cell in zip(checks.ROWS, line[1].split(" | "), strict=True)}
 
 
 def test_each_row_has_a_fault() -> None:
@@ -86,7 +92,7 @@ def test_all_rows(name: str, launcher: str, server: str, tmp_path: Path) -> None
     """The rows have the verdicts that the README of verify shows: ok, or not checked for the reason given there."""
     folder = copy_example(ROOT / "examples" / name, tmp_path / name)
     rows = check(server, folder, name, checks.ROWS)
-    assert {row: verdict for row, (verdict, _) in rows.items()} == readme.verdicts(launcher), rows
+    assert {row: verdict for row, (verdict, _) in rows.items()} == verdicts(launcher), rows
 
 
 @pytest.mark.parametrize("path", parameters(FAULTS, first_of_each_row()))
@@ -104,7 +110,7 @@ def test_right(path: Path, server: str, tmp_path: Path) -> None:
     assert_no_fail(path, server, tmp_path, ["processes", "killed"])
 
 
-@pytest.mark.weekly
+@pytest.mark.full
 @pytest.mark.parametrize("path", RIGHT, ids=lambda path: path.stem)
 def test_right_in_all_rows(path: Path, server: str, tmp_path: Path) -> None:
     """A right program has no FAIL in any row."""

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.data import BatchSampler, DistributedSampler
 
-from harness import edits, outputs, readme, refusals, runs, samples
+from harness import edits, outputs, readme, runs
 from harness.launchers import ROOT
 from harness.runs import Reference
-from tests import held_memory
+from tests import held_memory, refusals
 
 pytestmark = pytest.mark.only("fsdp")
 
@@ -62,9 +63,11 @@ def plain_training() -> tuple[dict[str, torch.Tensor], list[float], list[float]]
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     means, test_losses, clipped = [], [], 0
     assert len(test_set) == 21
+    sampler = DistributedSampler(train_set, 1, 0, seed=0, drop_last=True)
     for epoch in range(2):
         losses = []
-        for batch in samples.batches(len(train_set), 0, 1, 8, epoch):
+        sampler.set_epoch(epoch)
+        for batch in BatchSampler(sampler, 8, drop_last=True):
             inputs, labels = train_set.__getitems__(batch)
             loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
             loss.backward()
@@ -83,7 +86,7 @@ def plain_training() -> tuple[dict[str, torch.Tensor], list[float], list[float]]
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=[pytest.mark.runs("weekly")] * (mesh != "2x2"), id=mesh) for mesh in MESHES]
+    "mesh", [pytest.param(mesh, marks=[pytest.mark.runs("full")] * (mesh != "2x2"), id=mesh) for mesh in MESHES]
 )
 def test_mesh(example: str, folder: Path, mesh: str) -> None:
     """Every mesh takes the steps of plain PyTorch in one process, gradients clipped and accumulated, to 1e-9 in fp64.
@@ -107,7 +110,7 @@ def test_mesh(example: str, folder: Path, mesh: str) -> None:
     assert [row["test_loss"] for row in rows] == pytest.approx(test_losses, rel=1e-9)
 
 
-@pytest.mark.parametrize("mesh", ["2x1", pytest.param("2x2", marks=pytest.mark.runs("weekly"))])
+@pytest.mark.parametrize("mesh", ["2x1", pytest.param("2x2", marks=pytest.mark.runs("full"))])
 def test_share_of_memory(example: str, folder: Path, mesh: str) -> None:
     """Each process holds its share of weights, gradients and Adam's state before a step, to 5 %."""
     held_memory.plant(folder, "            optimizer.step()", "note_optimizer(optimizer)")
@@ -219,7 +222,7 @@ def test_tokens_of_a_text(example: str, folder: Path) -> None:
     (folder / "odd" / "train.bin").write_bytes(b"abc")
     calls = {("train.main(train.parse_args())", f"--data-dir {name}"): [] for name in ("trained", "odd")}
     calls = dict(zip(calls, (["there is a token", "--vocabulary"], ["odd/train.bin", "multiple"]), strict=True))
-    refusals.assert_calls_refused(folder, calls, **refusals.TORCHRUN)
+    refusals.assert_calls_refused(folder, calls)
     before = {path.name: path.read_bytes() for path in (folder / "data").iterdir()}
     (folder / "book.txt").write_bytes(TEXT.encode("utf-16"))
     refused = runs.Run([sys.executable, "tokenize_text.py", "book.txt"], folder).wait()

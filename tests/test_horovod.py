@@ -24,7 +24,7 @@ def test_srun_without_pmi(example: str, folder: Path) -> None:
         assert errors[0].startswith("train.py: error: ") and "--mpi=pmix" in errors[0]
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_second_install(example: str, folder: Path) -> None:
     """In another environment the wheel in the cache is used again: no second build, and what is installed works.
 

@@ -11,7 +11,7 @@ from harness.runs import Reference
 pytestmark = pytest.mark.only("horovod_lightning")
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_clipping_and_logger(example: str, folder: Path, reference: Reference) -> None:
     """2 processes with batches of 32 are one process with batches of 64: 1e-9 in fp64, warm-up included.
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from harness import outputs, refusals, runs
+from harness import outputs, runs
 from harness.runs import Reference
+from tests import refusals
 
 pytestmark = pytest.mark.only("torchrun_vision")
 
@@ -172,9 +173,7 @@ def test_weights(example: str, folder: Path, reference: Reference, image_files: 
         "--weights none.pt": ["--weights none.pt", "No such file"],
         "--weights weights.pt --model resnet50": ["--weights weights.pt does not fit --model"],
     }
-    refusals.assert_calls_refused(
-        folder, {(script, words): expected for words, expected in texts.items()}, **refusals.TORCHRUN
-    )
+    refusals.assert_calls_refused(folder, {(script, words): expected for words, expected in texts.items()})
 
 
 def test_exact_metrics_and_predictions(

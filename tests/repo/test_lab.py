@@ -196,7 +196,7 @@ def test_from_nothing_to_a_job(name: str, tmp_path: Path) -> None:
     assert run_lines([down], tmp_path / "clone") == "lab: ended\n"
 
 
-@pytest.mark.runs("weekly")  # test_from_nothing_to_a_job has the first of these commands
+@pytest.mark.runs("full")  # test_from_nothing_to_a_job has the first of these commands
 def test_readme(name: str, tmp_path: Path) -> None:
     """Each command in the lab's README does what stands beside it."""
     share = repository(tmp_path / "clone")

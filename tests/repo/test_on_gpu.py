@@ -25,7 +25,7 @@ def run(*words: object) -> str:
     return done.stdout
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 @pytest.mark.timeout(1200)
 def test_on_gpu(tmp_path: Path) -> None:
     """Each row is tried with ddp_spawn; what needs a GPU is left out by name."""
@@ -38,7 +38,7 @@ def test_on_gpu(tmp_path: Path) -> None:
     assert "no GPU, driver" in printed and (tmp_path / "on_gpu.md").read_text() in printed
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 @pytest.mark.timeout(1200)
 def test_throughput(tmp_path: Path) -> None:
     """An example is measured beside the bare loop."""

@@ -1,4 +1,4 @@
-"""tests/constraints.txt pins what the pinned packages need, and .ci/run installs with it."""
+"""tests/constraints.txt pins what the pinned packages need."""
 
 import itertools
 import os
@@ -52,8 +52,8 @@ def test_constraints() -> None:
 
 
 def command() -> str:
-    """Return the command, of whichever page, that writes the constraints."""
-    return readme.command("*", "uv pip compile --quiet ...")
+    """Return the command that writes the constraints."""
+    return readme.command("docs/maintaining.md", "uv pip compile --quiet ...")
 
 
 def test_command_reads_all() -> None:
@@ -75,29 +75,3 @@ def test_command(tmp_path: Path) -> None:
     environment = kept | {"PATH": f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"}
     subprocess.run(["bash", "-ec", line], cwd=ROOT, env=environment, check=True, timeout=300)
     assert copy.read_text() == CONSTRAINTS.read_text()
-
-
-@pytest.mark.parametrize(("words", "used"), [([], True), (["weekly"], False)])
-def test_ci_run(tmp_path: Path, words: list[str], used: bool) -> None:
-    """.ci/run gives the clone's file to pip and uv, but with `weekly` neither; without CI it asks to be told first."""
-    if os.geteuid() > 0:
-        pytest.skip("needs root: .ci/run installs packages")
-    (tmp_path / ".ci").mkdir()
-    (tmp_path / ".ci" / "run").write_text((ROOT / ".ci" / "run").read_text())
-    stub = tmp_path / "bin" / "git"  # it makes the clone, where the second half of the script starts
-    stub.parent.mkdir()
-    stub.write_text(
-        '#!/bin/sh\nfor clone; do :; done\nmkdir -p "$clone/.ci" "$clone/tests"\n'
-        f'cp {CONSTRAINTS} "$clone/tests"\n'
-        "echo 'for name in PIP UV; do file=${name}_CONSTRAINT; file=${!file:-none}; echo $name ${file#$PWD/}; "
-        '[[ $file == none ]] || test -s "$file"; done\' >"$clone/.ci/run"\n'
-    )
-    stub.chmod(0o755)
-    (tmp_path / "bin" / "dpkg-query").write_text("#!/bin/sh\nprintf 'ii '\n")
-    (tmp_path / "bin" / "dpkg-query").chmod(0o755)
-    environment = {"PATH": f"{stub.parent}:/usr/bin:/bin", "HOME": str(tmp_path), "CI": "true"}
-    command = ["bash", str(tmp_path / ".ci" / "run"), *words]
-    environment |= {"UV_CONSTRAINT": os.devnull}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    file = "tests/constraints.txt" if used else "none"
-    assert done.returncode == 0 and done.stdout == f"PIP {file}\nUV {file}\n", done.stdout + done.stderr

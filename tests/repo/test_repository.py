@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 import yaml
 
-from harness import readme, runs
+from harness import copies, readme, runs
 from harness.launchers import EXAMPLES, LAUNCHERS, ROOT
-from harness.processes import clean_environment
+from harness.processes import clean_environment, finish
+
+
+def nox(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run nox in a copy of the repository."""
+    command = [sys.executable, "-m", "nox", "--non-interactive", *arguments]
+    environment = clean_environment() | {"PYTHONDONTWRITEBYTECODE": "1"}
+    return finish(command, 300, cwd=repository, env=environment)
 
 
 def test_old_python(tmp_path: Path) -> None:
@@ -28,7 +35,7 @@ def test_old_python(tmp_path: Path) -> None:
 
 def test_train_names_the_examples() -> None:
     """`nox -s train` with an unknown name lists the known ones."""
-    refused = runs.nox(ROOT, "-s", "train", "--no-install", "--", "no_such_example")
+    refused = nox(ROOT, "-s", "train", "--no-install", "--", "no_such_example")
     assert refused.returncode != 0
     assert all(name in refused.stderr for name in ("no_such_example", *EXAMPLES))
 
@@ -38,7 +45,7 @@ def test_documents() -> None:
     front_page = (ROOT / "README.md").read_text()
     assert sorted(LAUNCHERS) == EXAMPLES
     assert re.findall(r"^\| \[(\w+)\]\(examples/\1\) \|", front_page, re.MULTILINE) == EXAMPLES
-    listed = runs.nox(ROOT, "--list").stdout
+    listed = nox(ROOT, "--list").stdout
     documents = "".join(path.read_text() for path in readme.DOCUMENTS)
     named = set(re.findall(r"nox -s \"?(\w+)", documents))
     assert named and all(re.search(rf"^[*-] {name}\b", listed, re.MULTILINE) for name in named), (named, listed)
@@ -87,7 +94,7 @@ def test_hosted_workflow(hosted: dict[str, Any]) -> None:
     """Each change is tested by .ci/run with the oldest and the newest Python, weekly with the long tests."""
     rows = hosted["jobs"]["checks"]["strategy"]["matrix"]["include"]
     assert {row["python"] for row in rows} == {"3.11", "3.12", "3.13"}
-    assert hosted["jobs"]["checks"]["steps"][-1]["run"] == "bash .ci/run ${WEEKLY:+weekly}"
+    assert hosted["jobs"]["checks"]["steps"][-1]["run"] == "bash .ci/run ${FULL:+full}"
 
 
 def test_hosted_is_careful(hosted: dict[str, Any]) -> None:
@@ -129,18 +136,41 @@ def test_stands_alone(folder: str) -> None:
         assert {name.partition(".")[0] for name in names} & folders <= ALONE[folder], file
 
 
-COLLECT = """
-import sys, pytest
-status = pytest.main(["--collect-only", "-qq", "--example=ddp_spawn", "tests"])
-print("status", int(status), *sorted({"torch", "matplotlib", "PIL", "yaml"} & sys.modules.keys()))
-"""
+def test_sync(tmp_path: Path) -> None:
+    """`nox -s sync` names a changed, a missing and an extra file, and --fix corrects them."""
+    for name in ("common", "longrun", "examples", "harness", "lab"):
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("output", "data", ".venv"))
+    for name in ("noxfile.py", ".gitignore"):
+        shutil.copy(ROOT / name, tmp_path)
+    assert nox(tmp_path, "-s", "sync").returncode == 0
+    changed = []
+    for name in EXAMPLES:
+        files = [tmp_path / "examples" / name / file for file in ("longrun.py", "job.sh", "common/arrays.py")]
+        changed += [file for file in files if file.exists()]  # fsdp has no common/
+    for path in changed[:-1]:
+        path.write_text("changed\n")
+    changed[-1].unlink()
+    extra = tmp_path / "examples" / "ddp_spawn" / "common" / "extra.py"
+    extra.touch()
+    wrong = {str(path.relative_to(tmp_path)) for path in [*changed, extra]}
+    failed = nox(tmp_path, "-s", "sync")
+    assert failed.returncode != 0 and "nox -s sync -- --fix" in failed.stderr
+    assert {*copies.differences(tmp_path)} == wrong and all(name in failed.stderr for name in wrong)
+    assert nox(tmp_path, "-s", "sync", "--", "--fix").returncode == 0
+    assert copies.differences(tmp_path) == [] and not extra.exists()
 
 
-def test_collected_without_heavy_packages() -> None:
-    """Each process of an example's tests reads all their files, which takes no PyTorch and no other large package.
+LEAVES = {
+    "with its output": "subprocess.Popen(['sleep', '600'])",
+    "elsewhere": "subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL, start_new_session=True)",
+}
 
-    longrun takes NumPy, which is imported in a tenth of a second.
-    """
-    words = [sys.executable, "-c", COLLECT]
-    done = subprocess.run(words, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300)
-    assert done.stdout.splitlines()[-1] == "status 0", done.stdout + done.stderr
+
+@pytest.mark.parametrize("where", LEAVES)
+def test_process_left(tmp_path: Path, where: str) -> None:
+    """A run that ends well and leaves a process: an error that names it, and the end of that process."""
+    run = runs.Run([sys.executable, "-c", f"import subprocess; {LEAVES[where]}; print('done')"], tmp_path)
+    with pytest.raises(AssertionError, match=r"ended with 0, and 1 s later there were still \['sleep 600'\]:\ndone"):
+        run.wait(leaves=1)
+    assert run.pids() == []

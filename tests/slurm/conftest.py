@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from harness import readme, runs
-from harness.jobs import EPOCHS, all_nodes, assert_completed, submit, two_processes
+from harness.jobs import EPOCHS, submit
 from harness.launchers import copy_example
-from harness.notebooks import HEAD
-from harness.processes import PIPES, running
+from harness.processes import running
 from harness.runs import Reference
 from lab import Lab
+from tests.slurm.small import all_nodes, assert_completed, two_processes
+
+HEAD = "head"  # the login node of the lab
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +25,7 @@ def reference_job(example: str, source: Path, lab: Lab, session_folder: Path) ->
     The lab's GPUs, which the small job asks for, are stand-ins: CUDA finds none, and it trains on CPU.
     """
 
-    def make(folder: Path, small: bool) -> list[Reference]:
+    def make(folder: Path, small: bool) -> Reference:
         copied = copy_example(source, folder / example)
         options = two_processes(source) if small else (all_nodes(source),)
         line = "sbatch run.slurm"
@@ -32,11 +34,11 @@ def reference_job(example: str, source: Path, lab: Lab, session_folder: Path) ->
         job = submit(lab, example, copied, options=options, line=line)
         assert_completed(job, EPOCHS, processes=2 if small else None)
         assert not small or "gpu:" in job.shown["TresPerNode"]
-        return [Reference(job.output, job.log)]
+        return Reference(job.output, job.log)
 
     def find(name: str) -> Reference:
         folder = session_folder / f"undisturbed-{name}-{example}"
-        return runs.references(folder, lambda folder: make(folder, name == "small"))[0]
+        return runs.keep(folder, lambda folder: make(folder, name == "small"))
 
     return find
 
@@ -75,5 +77,5 @@ def ssh(lab: Lab, tmp_path: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for node in (HEAD, "node1"):
             lab.run(["mkdir", "-p", "/run/sshd"], node, "/", user="root", check=True)
-            stack.enter_context(running(lab.command(words, node, "/", user="root"), **PIPES))
+            stack.enter_context(running(lab.command(words, node, "/", user="root")))
         yield

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from harness import outputs
-from harness.jobs import EPOCHS, SETTINGS, Job, assert_completed, hand_over, two_processes
+from harness.jobs import EPOCHS, SETTINGS, Job, hand_over
 from harness.launchers import LAUNCHERS, copy_example
 from harness.runs import Reference
 from lab import Lab
+from tests.slurm.small import assert_completed, two_processes
 from tests.test_circumstances import ASCII, NAME, OPEN_TO_OTHERS
 
 pytestmark = pytest.mark.slurm
@@ -28,7 +29,7 @@ def noexec(lab: Lab) -> Iterator[None]:
         yield
 
 
-@pytest.mark.runs("weekly")  # each job of the lab is an ordinary user's; test_ordinary_user of one machine has the rest
+@pytest.mark.runs("full")  # each job of the lab is an ordinary user's; test_ordinary_user of one machine has the rest
 @pytest.mark.usefixtures("noexec")
 def test_ordinary_user(
     example: str, source: Path, lab: Lab, tmp_path: Path, two_process_job: Callable[[], Reference]

@@ -13,7 +13,7 @@ from lab import why_not
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.runs("weekly"),
+    pytest.mark.runs("full"),
     pytest.mark.only("torchrun_multinode"),
     pytest.mark.skipif(bool(why_not()), reason=str(why_not())),
 ]

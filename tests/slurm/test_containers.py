@@ -16,27 +16,16 @@ from typing import Any
 
 import pytest
 
-from harness import outputs
-from harness.jobs import (
-    EPOCHS,
-    all_nodes,
-    array_of_three,
-    assert_completed,
-    assert_refused,
-    by_torchrun,
-    hand_over,
-    header,
-    stop_twice,
-    stub,
-    submit,
-    two_processes,
-)
-from harness.launchers import HOROVOD, copy_example
+from harness import edits, outputs
+from harness.jobs import EPOCHS, hand_over, submit
+from harness.launchers import HOROVOD, LAUNCHERS, copy_example
 from harness.runs import Reference, locked
-from lab import Lab, Wanted
+from lab import Lab, Wanted, faults
 from lab.config import STUDENT, find_account
+from tests.slurm.small import all_nodes, assert_completed, assert_refused, held, two_processes
+from tests.slurm.test_run_slurm import array_of_three, stub
 
-pytestmark = [pytest.mark.slurm, pytest.mark.runs("weekly"), pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.runs("full"), pytest.mark.timeout(3600)]
 UNCOMPRESSED = "-noI -noD -noF -noX"
 # What this machine needs to reach package indexes, and the image as well.
 SETTINGS = ("/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt", "/root/.config/pip/pip.conf")
@@ -124,8 +113,21 @@ def test_stopped_and_requeued(
     example: str, source: Path, lab: Lab, image: Path, two_process_job: Callable[[], Reference], tmp_path: Path
 ) -> None:
     """Near its time limit, then preempted: the job in the image stops after a step, and ends with the same bits."""
-    job = stop_twice(lab, source, tmp_path / example, two_processes(source), IMAGE=str(image))
-    print(job.log)
+    folder = held(source, tmp_path / example, 1)
+    job = submit(lab, example, folder, options=two_processes(source), IMAGE=str(image))
+    job.wait_for_hold(1)
+    faults.timelimit(lab, job.id)
+    job.wait_for_line("requeueing")
+    edits.hold(folder, 2)
+    job.wait_for_hold(2)
+    faults.requeue(lab, job.id)
+    job.wait_for_line("stopped by a signal", 2)
+    edits.hold(folder, edits.GO_ON)
+    assert_completed(job, EPOCHS, processes=2)
+    run = outputs.read_run(job.output)
+    *stops, _ = [stop["step"] for stop in run["stops"]]
+    assert job.shown["Restarts"] == "2" and len(stops) == 2, f"{job.shown}\n{job.log}"
+    assert [start["step"] for start in run["starts"]] == [0, *stops], run
     outputs.assert_same_run(job.output, two_process_job().output)
 
 
@@ -165,8 +167,8 @@ def test_what_it_sees(example: str, source: Path, lab: Lab, image: Path) -> None
         assert (folder / "written").exists()
         assert job.shown["JobState"] == "FAILED"
         # Where there are several tasks, srun ends the others by SIGTERM (143), and its status is the highest of all.
-        several = header(folder, "nodes") * header(folder, "ntasks-per-node") > 1
-        expected = ["1:0" if by_torchrun(folder) else "7:0", *["143:0"] * several]
+        by_torchrun = LAUNCHERS[example].local.startswith(("torchrun", "accelerate"))
+        expected = ["1:0" if by_torchrun else "7:0", *["143:0"] * (example != "ddp_spawn")]
         assert job.shown["ExitCode"] in expected
 
 

@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 
 from harness import outputs, readme
-from harness.jobs import EPOCHS, assert_completed, submit, two_processes
+from harness.jobs import EPOCHS, submit
 from harness.launchers import copy_example
 from harness.runs import Reference
 from lab import Lab
+from tests.slurm.small import assert_completed, two_processes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("deepspeed")]
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_stage_3_on_two_nodes(
     example: str,
     source: Path,
@@ -37,7 +38,7 @@ def test_stage_3_on_two_nodes(
         assert outputs.read_run(output)["settings"]["zero_stage"] == stage
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_stage_3_with_four_processes(
     example: str, source: Path, lab: Lab, tmp_path: Path, shipped_job: Callable[[], Reference]
 ) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from harness import edits, outputs, readme
-from harness.jobs import Job, assert_completed, submit, two_processes
+from harness.jobs import Job, submit
 from harness.launchers import copy_example
 from harness.runs import Reference
 from lab import Lab
+from tests.slurm.small import assert_completed, two_processes
 
 pytestmark = pytest.mark.slurm
 SITE = "2.15.0+site"
@@ -60,7 +61,7 @@ def assert_uses_module(job: Job, other: Path) -> None:
     outputs.assert_same_run(job.output, other)
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 @pytest.mark.only("pytorch")
 def test_site_module(
     example: str, source: Path, lab: Lab, two_process_job: Callable[[], Reference], tmp_path: Path
@@ -89,7 +90,7 @@ def write_tree(folder: Path, programs: str, packages: str) -> None:
         (folder / name).write_text(f"{text}\n")
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 @pytest.mark.only("accelerate")
 @pytest.mark.skipif(not LMOD.exists(), reason="needs Debian's package lmod")
 def test_lmod(example: str, source: Path, lab: Lab, two_process_job: Callable[[], Reference], tmp_path: Path) -> None:

@@ -5,15 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from harness.jobs import all_nodes, assert_completed, submit
+from harness.jobs import submit
 from harness.launchers import ROOT, copy_example
 from lab import Lab
+from tests.slurm.small import all_nodes, assert_completed
 from tests.test_fake_gpus import fake_gpus, training
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("torchrun_multinode")]
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_one_process_for_each(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
     """With two GPUs on each of its nodes there are four processes, and each uses its own GPU."""
     folder = copy_example(source, tmp_path / example)

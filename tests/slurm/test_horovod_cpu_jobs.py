@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from harness import readme
-from harness.jobs import SETTINGS, Job, hand_over, submit, two_processes
+from harness.jobs import SETTINGS, Job, hand_over, submit
 from harness.launchers import copy_example
 from lab import Lab
+from tests.slurm.small import two_processes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("horovod_cpu")]
 # Instead of train.py: one task of each node, of which the second comes to the fence 5 s late.
@@ -70,7 +71,7 @@ def test_language_model(example: str, source: Path, lab: Lab, tmp_path: Path) ->
     assert first in book.log and "per byte" in book.log
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_in_an_allocation(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """The README's `salloc`, and in its shell `srun --mpi=pmix`: all four processes train together."""
     folder = hand_over(copy_example(source, tmp_path / example))

@@ -9,18 +9,12 @@ from pathlib import Path
 import pytest
 
 from harness import edits, outputs, readme
-from harness.jobs import (
-    EPOCHS,
-    all_nodes,
-    assert_completed,
-    held,
-    hold,
-    submit,
-    two_processes,
-)
+from harness.jobs import EPOCHS, submit
 from harness.launchers import HOROVOD, LAUNCHERS, MINIMAL, ROOT, copy_example
 from harness.runs import Reference
 from lab import Lab, faults
+from tests.slurm.small import all_nodes, assert_completed, held, two_processes
+from tests.test_faults import verdicts
 from verify import checks
 
 pytestmark = pytest.mark.slurm
@@ -50,7 +44,7 @@ def test_srun_job(example: str, source: Path, lab: Lab, tmp_path: Path, shipped_
 
 
 @pytest.mark.only("torchrun_multinode")
-@pytest.mark.parametrize("rows", [["processes", "ends"], pytest.param(checks.ROWS, marks=pytest.mark.weekly)])
+@pytest.mark.parametrize("rows", [["processes", "ends"], pytest.param(checks.ROWS, marks=pytest.mark.full)])
 def test_verify(example: str, source: Path, lab: Lab, tmp_path: Path, rows: list[str]) -> None:
     """In an allocation of two nodes, verify starts train.py by srun, and its table is the one in its README."""
     folder = copy_example(source, tmp_path / example)
@@ -59,8 +53,8 @@ def test_verify(example: str, source: Path, lab: Lab, tmp_path: Path, rows: list
     command = f'exec "$VENV/bin/python" -m verify . --launcher srun --rows {" ".join(rows)}'
     job = submit(lab, example, folder, options=options, line=f"sbatch --wrap='{command}'").wait(1500)
     assert job.shown["JobState"] == "COMPLETED", job.log
-    verdicts, shown = re.findall(r"^(ok|weak|FAIL|not checked) {2,}", job.log, re.MULTILINE), readme.verdicts("srun")
-    assert verdicts == [shown[row] for row in rows], job.log
+    found, shown = re.findall(r"^(ok|weak|FAIL|not checked) {2,}", job.log, re.MULTILINE), verdicts("srun")
+    assert found == [shown[row] for row in rows], job.log
 
 
 @pytest.mark.only(*MINIMAL)
@@ -85,7 +79,7 @@ def test_minimal_job(
 
 
 @pytest.mark.only(*HOROVOD)
-@pytest.mark.runs("weekly")  # a run over Gloo is an ordinary test of each example of Horovod
+@pytest.mark.runs("full")  # a run over Gloo is an ordinary test of each example of Horovod
 def test_gloo_instead_of_mpi(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """LAUNCH=gloo on two nodes, preempted and requeued: the bits of the same processes with MPI.
 
@@ -93,7 +87,7 @@ def test_gloo_instead_of_mpi(example: str, source: Path, lab: Lab, tmp_path: Pat
     """
     words, options = ("--limit-steps", "2"), two_processes(source)
     by_mpi = submit(lab, example, copy_example(source, tmp_path / "mpi" / example), *words, options=options)
-    folder = held(source, tmp_path / example, epoch=1)
+    folder = held(source, tmp_path / example, 1)
     for program in ("mpirun", "orted", "prted", "ssh"):
         path = folder / "bin" / program
         path.parent.mkdir(exist_ok=True)
@@ -102,10 +96,10 @@ def test_gloo_instead_of_mpi(example: str, source: Path, lab: Lab, tmp_path: Pat
     edits.edit(folder / "run.slurm", "\nprepare ", '\nPATH="$PWD/bin:$PATH"\nprepare ')
     line = readme.command(f"examples/{example}/README.md", "LAUNCH=gloo sbatch run.slurm")
     job = submit(lab, example, folder, *words, options=options, line=line)
-    job.wait_for_epoch(1)
+    job.wait_for_hold(1)
     faults.requeue(lab, job.id)
     job.wait_for_line("stopped by a signal")
-    hold(folder, None)
+    edits.hold(folder, edits.GO_ON)
     assert_completed(job, EPOCHS, processes=2)
     assert job.log.count("2 processes on 2 nodes, gloo on cpu, 1 thread each") == 2, job.log
     assert not list(folder.rglob("*was-called"))

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,16 +12,71 @@ from pathlib import Path
 
 import pytest
 
-from harness import browser, readme
-from harness.jobs import assert_refused, hand_over
+from harness import readme
+from harness.jobs import Job, hand_over, submit
 from harness.launchers import ROOT
-from harness.notebooks import HEAD, NOBODY, Server, start
-from harness.processes import PIPES, read_line, running, wait_until
+from harness.processes import read_line, running, wait_until
 from lab import Lab
+from tests.slurm import browser
+from tests.slurm.conftest import HEAD
+from tests.slurm.small import assert_refused
 
 missing = [] if shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin") else ["openssh-server"]
 missing += [] if browser.PROGRAM else ["chromium"]
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")]
+
+NOBODY = 65534  # the number of a user who is somebody else
+# Asks for a path of a server, at a socket; prints the status, or why there is none.
+ASK = """
+import http.client, socket, sys
+path, place, token = sys.argv[1:]
+connection = http.client.HTTPConnection("localhost")
+connection.sock = socket.socket(socket.AF_UNIX)
+try:
+    connection.sock.connect(path)
+    connection.request("GET", place, headers={"Authorization": f"token {token}"} if token else {})
+    print(connection.getresponse().status)
+except OSError as error:
+    print(error)
+"""
+
+
+class Server:
+    """A job of jupyter/run.slurm that has started: what it tells its owner, and who gets an answer from it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.lab = job, job.lab
+        job.wait_for_line("To end the job")
+        self.tunnel = re.search(r"^ +(ssh .*)$", job.log, re.MULTILINE)[1]
+        self.url = re.search(r"^ +(http://127.0.0.1:8888/lab\?token=\w+)$", job.log, re.MULTILINE)[1]
+        self.token = self.url.partition("token=")[2]
+        self.socket = re.search(r"-L 8888:(/dev/shm/jupyter-\w+/socket) ", self.tunnel)[1]
+        self.node = job.shown["NodeList"]
+
+    def ask(self, place: str = "/api/status", token: str = "", node: str = "", uid: int = 0) -> str:
+        """Return the status, or the error, that a user of a node gets as an answer: by default the job's owner."""
+        words = ["setpriv", f"--reuid={uid or self.lab.uid}", "--clear-groups", sys.executable, "-c", ASK]
+        return self.lab.run([*words, self.socket, place, token], node or self.node, "/", user="root").stdout.strip()
+
+    def ports(self) -> list[str]:
+        """Return the addresses and ports on which programs of the job's owner listen on its node."""
+        text = self.lab.run(["cat", "/proc/net/tcp", "/proc/net/tcp6"], self.node, "/").stdout
+        rows = [line.split() for line in text.splitlines()]
+        return [row[1] for row in rows if row[3] == "0A" and row[7] == str(self.lab.uid)]
+
+    def cancel(self) -> None:
+        """End the job, and check that it leaves nothing in its node's memory."""
+        self.job.cancel()
+        self.job.wait()
+        assert self.lab.run(["ls", str(Path(self.socket).parent)], self.node, "/").returncode == 2
+
+
+def start(lab: Lab, folder: Path, *options: str, line: str = "sbatch run.slurm", **variables: str) -> Job:
+    """Submit a copy of jupyter/run.slurm, by a line of a page."""
+    if not folder.exists():
+        shutil.copytree(ROOT / "jupyter", folder)
+    return submit(lab, "jupyter", folder, options=options, line=line, **variables)
+
 
 ONE_PORT = """
 import urllib.request
@@ -52,15 +108,15 @@ def outputs(path: Path) -> list[str]:
 def browse(server: Server, path: str) -> Iterator[None]:
     """Run the ssh command that the user is told to run, word for word, and run a notebook's cells in the browser."""
     lab = server.lab
-    with running(lab.command(server.tunnel.split(), HEAD, "/"), **PIPES) as tunnel:
+    with running(lab.command(server.tunnel.split(), HEAD, "/")) as tunnel:
 
         def forwarded() -> bool:
             assert tunnel.poll() is None, tunnel.communicate(timeout=300)[0]
             return lab.run([sys.executable, "-c", ONE_PORT], HEAD, "/", user="root").stdout == "403\n"
 
         wait_until(forwarded, 300, f"an answer through {server.tunnel}", pause=1)
-        words = [sys.executable, "-m", "harness.browser", server.url, path]
-        with running(lab.command(words, HEAD, ROOT, user="root"), **PIPES) as process:
+        words = [sys.executable, "-m", "tests.slurm.browser", server.url, path]
+        with running(lab.command(words, HEAD, ROOT, user="root")) as process:
             line = read_line(process, 500)
             assert line == "done\n", line + process.communicate(timeout=300)[0]
             yield

@@ -24,7 +24,7 @@ def test_other_devices(lab: Lab, example: str, source: Path, tmp_path: Path) -> 
     assert len(errors) == 1 and "use --ntasks-per-node" in errors[0] and "Traceback" not in job.log, job.log
 
 
-@pytest.mark.runs("weekly")  # ordinary on this machine: tests/test_lightning.py
+@pytest.mark.runs("full")  # ordinary on this machine: tests/test_lightning.py
 def test_in_an_allocation(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
     """`python train.py` without srun, in salloc, trains on its node alone; with srun and --nodes on all."""
     folder = hand_over(copy_example(source, tmp_path / example))

@@ -1,35 +1,22 @@
 """Jobs with longrun.py and job.sh that train: stopped, preempted, killed, cut off, continued, always at the same bits.
 
-A file lets each of them wait where an epoch begins, so that nothing depends on how long an epoch takes.
+Each of them waits after some epochs, as a file says, so that nothing depends on how long an epoch takes.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from harness import outputs
-from harness.jobs import (
-    CPUS,
-    EPOCHS,
-    GPUS,
-    NODES,
-    Job,
-    assert_completed,
-    hand_over,
-    header,
-    held,
-    hold,
-    kill_worker,
-    on_this_machine_only,
-    submit,
-    two_processes,
-)
+from harness import edits, outputs
+from harness.jobs import CPUS, EPOCHS, GPUS, NODES, Job, hand_over, on_this_machine_only, submit
 from harness.launchers import LAUNCHERS, ROOT, copy_example
-from harness.processes import ASK_SLURM, seldom, wait_until
+from harness.processes import ASK_SLURM, wait_until, workers
 from lab import Lab, Wanted, faults
+from tests.slurm.small import assert_completed, header, held, two_processes
 
 pytestmark = pytest.mark.slurm
 EDITED = "echo 'the edited program'\nexit 3\n"
@@ -48,9 +35,7 @@ def edit_all(folder: Path) -> None:
 
 def wait_for_start(job: Job, number: int) -> None:
     """Wait until a job has said for the nth time what it trains; raise AssertionError if it ends before."""
-    first_line, ended = LAUNCHERS[job.name].first_line, seldom(lambda: job.ended)
-    wait_until(lambda: job.log.count(first_line) >= number or ended(), 300, f"start {number} of job {job.id}")
-    assert job.log.count(first_line) == number, f"{job.shown}\n{job.log}"
+    job.wait_for_line(LAUNCHERS[job.name].first_line, number)
 
 
 FEW = ("--limit-steps", "2")  # in each epoch
@@ -63,22 +48,22 @@ def test_stopped_and_continued(example: str, source: Path, lab: Lab, tmp_path: P
     Another job continues it, as README.md says, where sbatch passes no environment on. With torchrun it loses a worker:
     all start once more, from the checkpoint. The end has the bits of an undisturbed job.
     """
-    recovers, at_a_step = LAUNCHERS[example].job_recovers, LAUNCHERS[example].stops_at_a_step
+    any_step = LAUNCHERS[example].any_step
     options = two_processes(source)
     undisturbed = submit(lab, example, copy_example(source, tmp_path / "other" / example), *FEW, options=options)
-    folder = held(source, tmp_path / example, epoch=1)
+    folder = held(source, tmp_path / example, 1)
     program = {path: path.read_text() for path in folder.rglob("*") if path.suffix in (".py", ".sh", ".slurm")}
     job = submit(lab, example, folder, *FEW, options=options)
     job.wait_for_hold(1)
     edit_all(folder)
     faults.timelimit(lab, job.id)
     job.wait_for_line(f"run.slurm: requeueing job {job.id}")
-    hold(folder, 2)
+    edits.hold(folder, 2)
     wait_for_start(job, 2)
     job.wait_for_hold(2)
     faults.requeue(lab, job.id)
-    wait_until(lambda: job.log.count("stopped by a signal") == 2, 300, "the stop of a preempted job")
-    hold(folder, 3)
+    job.wait_for_line("stopped by a signal", 2)
+    edits.hold(folder, 3)
     wait_for_start(job, 3)
     job.wait_for_hold(3)
     (job.output / "stop").touch()
@@ -88,25 +73,25 @@ def test_stopped_and_continued(example: str, source: Path, lab: Lab, tmp_path: P
 
     for path, text in program.items():
         path.write_text(text)
-    hold(folder, 4 if recovers else None)
+    edits.hold(folder, 4 if any_step else edits.GO_ON)
     line = f"sbatch run.slurm --output-dir output/{job.id}"
     assert line.replace(job.id, "1234") in (ROOT / "examples" / example / "README.md").read_text()
     (folder / ".venv").symlink_to(sys.prefix)
     options = ("--nodes=1", f"--cpus-per-task={2 // header(source, 'ntasks-per-node')}")
     again = submit(lab, example, folder, *FEW, options=options, line=line, SBATCH_EXPORT="NONE")
-    if recovers:
+    if any_step:
         again.wait_for_hold(4)
-        kill_worker(again)
+        os.kill(max(workers(again.processes())), signal.SIGKILL)
         wait_for_start(again, 2)
-        hold(folder, None)
+        edits.hold(folder, edits.GO_ON)
     assert again.wait().shown["JobState"] == "COMPLETED", again.log
     assert undisturbed.wait().shown["JobState"] == "COMPLETED", undisturbed.log
     outputs.assert_same_run(job.output, undisturbed.output)
 
     run = outputs.read_run(job.output)
-    stops = [3, 5, 7] if at_a_step else [4, 6, 8]  # two steps an epoch
+    stops = [3, 5, 7] if any_step else [2, 4, 6]  # two steps an epoch
     assert [stop["step"] for stop in run["stops"]] == [*stops, 2 * EPOCHS], run["stops"]
-    assert [start["step"] for start in run["starts"]] == [0, *stops, *[8] * recovers], run["starts"]
+    assert [start["step"] for start in run["starts"]] == [0, *stops, *[8] * any_step], run["starts"]
 
 
 PARTITIONS = [
@@ -137,14 +122,14 @@ def test_preempted_and_cut_off(badly_named: Lab, example: str, source: Path, tmp
     nodes are loopback addresses on these first, and are not known anywhere at the end.
     """
     lab = badly_named
-    folder = held(source, tmp_path / example, epoch=1)
+    folder = held(source, tmp_path / example, 1)
     job = submit(lab, example, folder, *FEW, options=("--partition=low", *two_processes(source)))
     job.wait_for_hold(1)
     words = ["sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--wrap=true"]
     (tmp_path / "urgent").mkdir()
     urgent = lab.run(words, cwd=hand_over(tmp_path / "urgent")).stdout.strip()
     job.wait_for_line(f"run.slurm: requeueing job {job.id}")
-    hold(folder, 2)
+    edits.hold(folder, 2)
     wait_for_start(job, 2)
     assert lab.job(urgent)["JobState"] == "COMPLETED" and job.shown["Restarts"] == "1"
     job.wait_for_hold(2)
@@ -155,7 +140,7 @@ def test_preempted_and_cut_off(badly_named: Lab, example: str, source: Path, tmp
     for node in lab.nodes:
         faults.unresolve(lab, node)
     assert lab.run(["getent", "ahostsv4", "node1"], node="node1").returncode != 0
-    hold(folder, None)
+    edits.hold(folder, edits.GO_ON)
     faults.heal(lab, "node2")
     assert_completed(job, EPOCHS, processes=2)
     assert job.shown["Restarts"] == "2" and job.log.count("requeueing") == 1, job.log

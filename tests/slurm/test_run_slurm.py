@@ -14,32 +14,79 @@ from typing import Any
 import pytest
 
 from harness import edits
-from harness.jobs import (
-    SETTINGS,
-    STUB,
-    Job,
-    array_of_three,
-    assert_failed,
-    assert_refused,
-    hand_over,
-    stub,
-    submit,
-)
+from harness.jobs import SETTINGS, Job, hand_over, submit
+from harness.launchers import LAUNCHERS, copy_example
 from harness.processes import ASK_SLURM, command_lines, wait_until
 from lab import Lab, faults
+from tests.slurm.small import assert_refused
 
 pytestmark = pytest.mark.slurm
+# It saves a checkpoint under each example's name again and again, until there is a file `finish` in its output folder,
+# or it is asked to stop. It writes no model.
+STUB = r"""
+import contextlib, os, sys, time
+from pathlib import Path
+
+output = Path(sys.argv[sys.argv.index("--output-dir") + 1])
+(output / "checkpoint").mkdir(exist_ok=True)
+os.write(1, f"started {sys.argv[1:]}\n".encode())  # in one piece, beside other processes
+while not (output / "finish").exists():
+    for name in ("checkpoint.pt", "checkpoint.npz", "checkpoint/run.json"):
+        (output / name).touch()
+    time.sleep(0.1)
+    with contextlib.suppress(FileNotFoundError):  # there is none, or another process was faster
+        if (output / "stop").stat().st_size:  # else it is just being written
+            (output / "stop").rename(output / "stopped")
+    if (output / "stopped").exists():
+        break
+"""
 
 
-def test_job_array(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """In an array of 3 one task is requeued near its time limit: the finished and the running one are left alone."""
-    array_of_three(lab, stub(source, tmp_path / example))
+def stub(source: Path, folder: Path, text: str = STUB) -> Path:
+    """Copy an example and put another program in the place of its train.py."""
+    copy_example(source, folder)
+    (folder / "train.py").write_text(text)
+    return folder
 
 
 def wait_for_stubs(job: Job, number: int) -> None:
     """Wait until so many stubs have said in a job's log that they run."""
-    wait_until(lambda: job.log.count("started [") >= number or job.ended, 300, f"{number} processes of job {job.id}")
-    assert job.log.count("started [") == number, f"{job.shown}\n{job.log}"
+    job.wait_for_line("started [", number)
+    assert job.log.count("started [") == number, job.log
+
+
+def array_of_three(lab: Lab, folder: Path, **variables: str) -> None:
+    """In an array of 3 one task is requeued near its time limit: the finished and the running one are left alone.
+
+    The stub is in the place of train.py.
+    """
+    array = submit(lab, folder.name, folder, options=("--array=1-3", "--cpus-per-task=1"), **variables)
+    tasks = [f"{array.id}_{number}" for number in (1, 2, 3)]
+    ids = [lab.wait_for_job(task, "RUNNING")["JobId"] for task in tasks]
+    jobs = [Job(lab, folder.name, folder, job) for job in ids]
+    # ddp_spawn's train.py would start its processes itself.
+    stubs = 1 if folder.name == "ddp_spawn" else LAUNCHERS[folder.name].processes_in_job
+    for job in jobs:
+        wait_for_stubs(job, stubs)
+    asked = ids.index(array.id)  # one task has the array's own id: `scontrol requeue` of that id means all of them
+    finished, other = (asked + 1) % 3, (asked + 2) % 3
+    (folder / "output" / tasks[finished] / "finish").touch()
+    lab.wait_for_job(tasks[finished])
+    faults.timelimit(lab, tasks[asked])
+    wait_for_stubs(jobs[asked], 2 * stubs)
+    assert "error: the job failed" not in jobs[asked].log
+    shown = [lab.job(task) for task in tasks]
+    assert [job["Restarts"] for job in shown] == [str(int(number == asked)) for number in range(3)]
+    states = {asked: "RUNNING", finished: "COMPLETED", other: "RUNNING"}
+    assert {number: job["JobState"] for number, job in enumerate(shown)} == states
+    for number in (asked, other):
+        (folder / "output" / tasks[number] / "finish").touch()
+        assert lab.wait_for_job(tasks[number])["JobState"] == "COMPLETED"
+
+
+def test_job_array(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """A task of a job array is requeued near its time limit, alone."""
+    array_of_three(lab, stub(source, tmp_path / example))
 
 
 def stubs(job: Job) -> list[int]:
@@ -115,6 +162,20 @@ def test_whole_notice(example: str, source: Path, lab: Lab, tmp_path: Path) -> N
         shown = job.wait().shown
         assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), f"{shown}\n{job.log}"
         assert job.log.count("requeueing") == 1 and "continued" in job.log, job.log
+
+
+def assert_failed(job: Job, since: float) -> None:
+    """Check that a job fails within a minute after `since`, says how to continue, and leaves no process.
+
+    SLURM has noted when the job began and ended: how long this test took to notice its end does not count.
+    """
+    shown = job.wait().shown
+    assert shown["JobState"] == "FAILED", shown
+    began, ended = (datetime.fromisoformat(shown[name]).timestamp() for name in ("StartTime", "EndTime"))
+    took = ended - max(since, began)
+    assert took <= 60, f"job {job.id} failed after {took:.0f} s:\n{job.log}"
+    last = job.log.splitlines()[-1]
+    assert last.startswith("run.slurm: error:") and f"sbatch run.slurm --output-dir output/{job.id}" in last, job.log
 
 
 @pytest.mark.only("torchrun_multinode")

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_scaling(example: str, tmp_path: Path) -> None:
     """Weak scaling keeps the batch of a process, strong scaling that of all; the figures are those of metrics.csv."""
     for name in ("benchmarks", "harness"):

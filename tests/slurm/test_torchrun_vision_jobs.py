@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from harness import readme
-from harness.jobs import submit, two_processes
+from harness.jobs import submit
 from harness.launchers import copy_example
 from lab import Lab
+from tests.slurm.small import two_processes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.only("torchrun_vision")]
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_tar_and_predictions(lab: Lab, example: str, source: Path, tmp_path: Path) -> None:
     """TAR is unpacked on each node, and removed; minimal.slurm runs predict.py, which has each image once."""
     folder = copy_example(source, tmp_path / example)

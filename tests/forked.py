@@ -1,7 +1,7 @@
 """Ranks that start fast: a server that has imported torch forks them, as torchrun would start them.
 
-    server: python harness/forked.py SOCKET
-    client: python harness/forked.py SOCKET N train.py FLAGS   (a launcher for verify)
+    server: python tests/forked.py SOCKET
+    client: python tests/forked.py SOCKET N train.py FLAGS   (a launcher for verify)
 
 A client's ranks have its folder, variables, output and arguments. The ranks end when one fails or the client is gone.
 """
