@@ -1,8 +1,8 @@
 """What stands in several example folders, and is checked to be the same by comparing files.
 
 An example is copied as one folder, so it carries its own copy of what it needs: longrun.py, job.sh, sharded.py where it
-writes many files, and common/ where it uses that. container.def, environment.yml and install.sh are the same in examples that are
-installed in the same way.
+writes many files, and common/ where it uses that. container.def,
+environment.yml and install.sh are the same in examples that are installed in the same way.
 """
 
 import filecmp
