@@ -16,6 +16,7 @@ from harness.jobs import CPUS, EPOCHS, GPUS, NODES, Job, hand_over, on_this_mach
 from harness.launchers import LAUNCHERS, ROOT, copy_example
 from harness.processes import ASK_SLURM, wait_until, workers
 from lab import Lab, Wanted, faults
+from tests import ci_with
 from tests.slurm.small import assert_completed, header, held, two_processes
 
 pytestmark = pytest.mark.slurm
@@ -41,6 +42,7 @@ def wait_for_start(job: Job, number: int) -> None:
 FEW = ("--limit-steps", "2")  # in each epoch
 
 
+@ci_with("ddp_spawn", "deepspeed", "horovod_cpu", "horovod_tensorflow", "lightning", "lora", "torchrun_multinode")
 def test_stopped_and_continued(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A job is stopped near its time limit and preempted; it goes on after the step at which it has stopped.
 

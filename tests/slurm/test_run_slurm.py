@@ -18,6 +18,7 @@ from harness.jobs import SETTINGS, Job, hand_over, submit
 from harness.launchers import LAUNCHERS, copy_example
 from harness.processes import ASK_SLURM, command_lines, wait_until
 from lab import Lab, faults
+from tests import ci_with
 from tests.slurm.small import assert_refused
 
 pytestmark = pytest.mark.slurm
@@ -84,6 +85,7 @@ def array_of_three(lab: Lab, folder: Path, **variables: str) -> None:
         assert lab.wait_for_job(tasks[number])["JobState"] == "COMPLETED"
 
 
+@ci_with("ddp_spawn", "lightning", "torchrun_multinode")
 def test_job_array(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A task of a job array is requeued near its time limit, alone."""
     array_of_three(lab, stub(source, tmp_path / example))
@@ -280,6 +282,7 @@ REFUSED = {  # the example, its script, what is changed in it, options of sbatch
 }
 
 
+@ci_with("ddp_spawn", "lightning", "torchrun_multinode")
 def test_refused(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A job that cannot work as it was submitted ends at once with one line, before any process starts."""
     jobs: list[tuple[Job, Sequence[str]]] = []
