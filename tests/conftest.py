@@ -34,6 +34,14 @@ PERMITTED_SKIPS = (
 )
 
 
+def ci_with(*names: str) -> pytest.MarkDecorator:
+    """A mark: `.ci/run` runs the test with these examples, and `nox -s full` with the others.
+
+    It is for tests of what is the same code in several examples, such as longrun.py and job.sh.
+    """
+    return pytest.mark.runs("full", *(name for name in EXAMPLES if name not in names))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--example", action="append", choices=EXAMPLES, help="test this example only (repeatable)")
     parser.addoption("--folder", type=Path, help="where a copy of the one example lies (default: this repository)")

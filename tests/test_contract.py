@@ -19,7 +19,8 @@ from harness import edits, outputs, runs
 from harness.launchers import EXAMPLES, LAUNCHERS
 from harness.processes import command_lines, wait_until
 from harness.runs import Reference
-from tests import ci_with, refusals
+from tests import refusals
+from tests.conftest import ci_with
 from verify import checks
 
 EPOCHS = 5  # of a run with the default settings

@@ -16,7 +16,7 @@ from harness.jobs import CPUS, EPOCHS, GPUS, NODES, Job, hand_over, on_this_mach
 from harness.launchers import LAUNCHERS, ROOT, copy_example
 from harness.processes import ASK_SLURM, wait_until, workers
 from lab import Lab, Wanted, faults
-from tests import ci_with
+from tests.conftest import ci_with
 from tests.slurm.small import assert_completed, header, held, two_processes
 
 pytestmark = pytest.mark.slurm

@@ -18,7 +18,7 @@ from harness.jobs import SETTINGS, Job, hand_over, submit
 from harness.launchers import LAUNCHERS, copy_example
 from harness.processes import ASK_SLURM, command_lines, wait_until
 from lab import Lab, faults
-from tests import ci_with
+from tests.conftest import ci_with
 from tests.slurm.small import assert_refused
 
 pytestmark = pytest.mark.slurm
