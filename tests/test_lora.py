@@ -4,6 +4,7 @@ import json
 import math
 import random
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,27 @@ def test_shard(example: str, folder: Path) -> None:
     for one, other in zip(*rows, strict=True):
         assert one["test_loss"] == pytest.approx(other["test_loss"], rel=1e-5)
     assert outputs.largest_difference(*(outputs.read_model(folder / name) for name in ("whole", "output"))) < 1e-4
+
+
+LOAD, END = "    tokenizer, model, shapes =", "    longrun.end("
+NOTE = """    now = __import__("resource").getrusage(0).ru_maxrss / 1000
+    print(now, file=open(f"peak-{longrun.rank}", "a"))
+"""
+
+
+@pytest.mark.runs("weekly")
+def test_memory_of_shard(example: str, folder: Path) -> None:
+    """With --shard no process ever holds the model, of 1.3 GB: not to read, train, test or save it."""
+    for line in (LOAD, END):
+        edits.edit(folder / "train.py", line, NOTE + line)
+    for name, small, large in (("hidden_size", 256, 1024), ("intermediate_size", 768, 3072), ("layers", 4, 24)):
+        edits.edit(folder / "make_model.py", f"{name}={small}", f"{name}={large}")
+    assert runs.Run([sys.executable, "make_model.py"], folder).wait().status == 0
+    runs.train(example, folder, 2, "--shard", "--epochs", 1, "--limit-steps", 2, "--batch-size", 1)
+    size = (folder / "model" / "model.safetensors").stat().st_size / 1e6
+    for rank in range(2):
+        before, peak = map(float, (folder / f"peak-{rank}").read_text().split())
+        assert peak - before < size, (before, peak, size)
 
 
 def without_a_weight(path: Path) -> None:

@@ -1,5 +1,6 @@
 """Read the model and the text, or end with one line that says what is wrong with them."""
 
+import ctypes
 import json
 import random
 
@@ -28,6 +29,7 @@ def load_model(args):
     how = {"dtype": torch.bfloat16 if bf16 else torch.float32, "output_loading_info": True}
     if args.shard:  # shard: each process keeps its part of each weight, by FSDP2
         how["distributed_config"] = DistributedConfig(fsdp_size=longrun.size)
+        ctypes.CDLL(None).mallopt(-3, 2**20)  # return gathered weights to the system when freed
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         config = AutoConfig.from_pretrained(folder)

@@ -9,7 +9,6 @@ Comments with a tag, such as "ddp:", mark what one process that trains all weigh
 """
 
 import argparse
-import math
 import os
 import warnings
 from datetime import timedelta
@@ -123,12 +122,17 @@ class Trainer(SFTTrainer):
         self.sums += loss / dist.get_world_size()  # trl: has multiplied by it, since DDP averages
         return loss
 
+    def _save(self, output_dir=None, state_dict=None):
+        if hasattr(self.model, "peft_config"):  # shard: peft would gather the frozen model, too
+            state_dict = {n: w for n, w in self.model.named_parameters() if w.requires_grad}
+        super()._save(output_dir, state_dict)
+
 
 @torch.no_grad()
 def evaluate(args, trainer, test_loader):
     """Return the mean loss over the targets of all processes."""
     model, first = trainer.model.eval(), trainer.data_collator([trainer.eval_dataset[0]])
-    count = math.ceil(len(trainer.eval_dataset) / dist.get_world_size() / args.batch_size)
+    count = -(-len(trainer.eval_dataset) // (dist.get_world_size() * args.batch_size))
     batches, sums = iter(test_loader), torch.zeros(2).double().to(trainer.args.device)
     for _ in range(min(count, args.limit_steps or count)):
         batch = next(batches, None)
@@ -187,17 +191,11 @@ def main(args):
         ddp_find_unused_parameters=False,
         save_strategy="no",  # saving.py decides
         logging_strategy="no",
-        report_to="none",
         disable_tqdm=True,
     )
-    trainer = Trainer(
-        model,
-        config,
-        train_dataset=train_set,
-        eval_dataset=test_set,
-        processing_class=tokenizer,
-        peft_config=None if args.full else lora,
-    )
+    sets = {"train_dataset": train_set, "eval_dataset": test_set}
+    adapters = {} if args.full else {"peft_config": lora}
+    trainer = Trainer(model, config, processing_class=tokenizer, **sets, **adapters)
     trainer.remove_callback(PrinterCallback)
     train_set, test_set = trainer.train_dataset, trainer.eval_dataset  # as tokens
     # ddp: sums that a checkpoint had are those of all processes, and rank 0 continues them
