@@ -133,7 +133,7 @@ NOTE = """    now = __import__("resource").getrusage(0).ru_maxrss / 1000
 """
 
 
-@pytest.mark.runs("weekly")
+@pytest.mark.runs("full")
 def test_memory_of_shard(example: str, folder: Path) -> None:
     """With --shard no process ever holds the model, of 1.3 GB: not to read, train, test or save it."""
     for line in (LOAD, END):

@@ -122,10 +122,12 @@ class Trainer(SFTTrainer):
         self.sums += loss / dist.get_world_size()  # trl: has multiplied by it, since DDP averages
         return loss
 
-    def _save(self, output_dir=None, state_dict=None):
-        if hasattr(self.model, "peft_config"):  # shard: peft would gather the frozen model, too
-            state_dict = {n: w for n, w in self.model.named_parameters() if w.requires_grad}
-        super()._save(output_dir, state_dict)
+    def save_model(self, output_dir=None, *args, **kwargs):
+        if not hasattr(self.model, "peft_config"):
+            return super().save_model(output_dir, *args, **kwargs)
+        # shard: of adapters alone, since peft would gather the frozen model, too
+        state = {n: w for n, w in self.model.named_parameters() if w.requires_grad}
+        self.model.save_pretrained(output_dir, state_dict=state, is_main_process=longrun.rank == 0)
 
 
 @torch.no_grad()
@@ -193,9 +195,8 @@ def main(args):
         logging_strategy="no",
         disable_tqdm=True,
     )
-    sets = {"train_dataset": train_set, "eval_dataset": test_set}
-    adapters = {} if args.full else {"peft_config": lora}
-    trainer = Trainer(model, config, processing_class=tokenizer, **sets, **adapters)
+    data = {"train_dataset": train_set, "eval_dataset": test_set, "processing_class": tokenizer}
+    trainer = Trainer(model, config, peft_config=None if args.full else lora, **data)
     trainer.remove_callback(PrinterCallback)
     train_set, test_set = trainer.train_dataset, trainer.eval_dataset  # as tokens
     # ddp: sums that a checkpoint had are those of all processes, and rank 0 continues them

@@ -91,7 +91,7 @@ def hosted() -> dict[str, Any]:
 
 
 def test_hosted_workflow(hosted: dict[str, Any]) -> None:
-    """Each change is tested by .ci/run with the oldest and the newest Python, weekly with the long tests."""
+    """Each change is tested by .ci/run with the oldest and the newest Python, once a week with the long tests."""
     rows = hosted["jobs"]["checks"]["strategy"]["matrix"]["include"]
     assert {row["python"] for row in rows} == {"3.11", "3.12", "3.13"}
     assert hosted["jobs"]["checks"]["steps"][-1]["run"] == "bash .ci/run ${FULL:+full}"
