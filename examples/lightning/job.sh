@@ -14,13 +14,13 @@ told() {                         # print what SLURM says now, such as `told JobS
 
 # A task, and a requeued job in its copy of this file, have these variables already.
 if [[ ! "${BASH_SOURCE[0]}" -ef "${code:-}/job.sh" ]]; then
-    # A login node, even in a shell of salloc, has no SLURMD_NODENAME.
-    [[ "${SLURMD_NODENAME:-}" ]] || fail "submit it from its own folder: sbatch run.slurm"
+    # Not on a login node, nor in a step without a terminal: `srun bash run.slurm` would hang.
+    step="$([[ -v SLURM_PTY_PORT ]] || told State step "$SLURM_JOB_ID.${SLURM_STEP_ID:--}")" || :
+    [[ "${SLURMD_NODENAME:-}" && ! "$step" ]] || fail "submit it from its folder: sbatch run.slurm"
     shown="$(scontrol show job "$SLURM_JOB_ID")" || true
     # In an array the job is this task alone. SLURM_ARRAY_* can come from the submitting shell.
     [[ ! "$shown" || "$shown" == *" ArrayJobId="* ]] || unset "${!SLURM_ARRAY_@}"
-    job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
-    job="${job:-$SLURM_JOB_ID}"
+    job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_JOB_ID:+_$SLURM_ARRAY_TASK_ID}"
     output="${OUTPUT_DIR:-output/$job}" before=""
     for word in "$@"; do         # sbatch run.slurm --output-dir output/1234 continues job 1234
         [[ "$before" != --out?(put)?(-d*([a-z])) ]] || output="$word"  # or --output
@@ -46,7 +46,7 @@ prepare() {
     unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_@}" SLURM_TIMELIMIT SLURM_GRES SRUN_EXPORT_ENV
     [[ ! "$shown" || "$shown" =~ TresPer[A-Za-z]+=[^[:space:]]*gpu ]] ||
         unset "${!SLURM_GPUS@}" SLURM_TRES_PER_TASK
-    export SLURM_EXPORT_ENV=ALL PYTHONUNBUFFERED=1
+    export SLURM_EXPORT_ENV=ALL SLURM_OVERLAP=1 PYTHONUNBUFFERED=1
     unset PYTHONHOME PYTHONSAFEPATH OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY KMP_AFFINITY
     ulimit -Sn 65536 2>/dev/null || ulimit -Sn "$(ulimit -Hn)"  # a socket for each process
     [[ "$shown" != *HetJobId=* ]] || fail "a heterogeneous job is not supported: use one component"

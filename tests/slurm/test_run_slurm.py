@@ -300,9 +300,10 @@ def test_refused(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
         assert_refused(job, *texts)
         assert "started" not in job.log and job.log.count("error") == 1, job.log
     folder = hand_over(stub(source, tmp_path / "login" / example))
-    done = lab.run(["salloc", "--nodes=1", "bash", "run.slurm"], cwd=folder, env=SETTINGS)  # a shell on the login node
-    line = "run.slurm: error: submit it from its own folder: sbatch run.slurm\n"
-    assert done.returncode != 0 and line in done.stderr and done.stderr.count("error") == 1, done.stderr
+    line = "run.slurm: error: submit it from its folder: sbatch run.slurm\n"
+    for words in ["bash"], ["srun", "bash"]:  # a shell on the login node; a step, which could start no steps in itself
+        done = lab.run(["salloc", "--nodes=1", "--cpus-per-task=4", *words, "run.slurm"], cwd=folder, env=SETTINGS)
+        assert done.returncode != 0 and line in done.stderr and done.stderr.count("run.slurm: error") == 1, done.stderr
     (tmp_path / "elsewhere").mkdir()
     words = ["sbatch", "--parsable", str(folder / "run.slurm")]
     done = lab.run(words, cwd=hand_over(tmp_path / "elsewhere"))
