@@ -21,10 +21,7 @@ libc = ctypes.CDLL(None)
 
 
 class State(Stateful):
-    """The model and the optimizer, as torch.distributed.checkpoint writes and reads them.
-
-    Each process has its shards of them. Add what else of your training is divided.
-    """
+    """What a distributed checkpoint has, in shards. Add what else of your training is divided."""
 
     def __init__(self, model, optimizer):
         self.parts = model, optimizer
