@@ -15,6 +15,8 @@ from collections import Counter
 from functools import cached_property, partial
 from pathlib import Path
 
+import numpy as np
+
 SRUN = """srun --mpi=none --overlap --kill-on-bad-exit=1 --ntasks={n} bash -c '
     source job.sh; export MASTER_ADDR=$(scontrol show hostnames | head -n 1); choose_interface
     export MASTER_PORT=$((10000 + (SLURM_JOB_ID + SLURM_STEP_ID) % 20000))
@@ -72,29 +74,30 @@ class Run:
         self.error = f"{said[-1].strip()[:300]} (log: {place / 'log'})"
 
     def of(self, event):
-        """Return the notes of an event."""
         return [note for note in self.notes if note["event"] == event]
 
     @property
     def results(self):
         """Results in metrics.csv, by column and epoch, and all tensors in model.pt, by name."""
-        import torch
-
         found = {}
         with open(self.folder / "metrics.csv", newline="") as file:
             for n, row in enumerate(csv.DictReader(file), 1):
                 for name in filter(re.compile(RESULTS, re.IGNORECASE).search, row):
                     with contextlib.suppress(TypeError, ValueError):  # no number
-                        found[f"{name} of epoch {n}"] = torch.tensor(float(row[name]), dtype=float)
-        with contextlib.suppress(Exception):  # no file, or no dict of tensors
+                        found[f"{name} of epoch {n}"] = float(row[name])
+        with contextlib.suppress(Exception):  # no file, no dict of tensors, or no PyTorch
+            import torch
+
             weights = torch.load(self.folder / "model.pt", "cpu").items()
             found |= {f"model.pt {n}": v for n, v in weights if hasattr(v, "numel") and v.numel()}
         return found
 
 
 def exact(value):
-    """Return a tensor in fp64, or a complex one as it is; apart() has few of them at a time."""
-    return value if value.is_complex() else value.double().nan_to_num(9e99)
+    """Return a number or a tensor as an array in fp64; apart() has few of them at a time."""
+    if hasattr(value, "is_complex"):
+        value = value.detach().cdouble() if value.is_complex() else value.detach().double()
+    return np.nan_to_num(np.asarray(value), nan=9e99)
 
 
 def apart(one, other):
@@ -102,12 +105,12 @@ def apart(one, other):
     one, other = one.results, other.results
     if not one:
         raise Unchecked("there is no number in metrics.csv and no tensor in model.pt")
-    weights = [exact(one[name]).abs().max() for name in one if name.startswith("model.pt")]
+    weights = [np.abs(exact(one[n])).max() for n in one if n.startswith("model.pt")]
     found = dict.fromkeys(one.keys() ^ other.keys(), float("inf"))
     for name in one.keys() & other.keys():
         a, b = exact(one[name]), exact(other[name])
-        size = max(weights if name.startswith("model.pt") else [a.abs().max()]).clip(1e-300)
-        far = ((a - b).abs().max() / size).item() if a.shape == b.shape else float("inf")
+        size = max(1e-300, *(weights if name.startswith("model.pt") else [np.abs(a).max()]))
+        far = float(np.abs(a - b).max() / size) if a.shape == b.shape else float("inf")
         found |= {name: far} if far else {}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -173,12 +176,10 @@ class Checks:
 
     @property
     def first(self):
-        """The run with which others are compared."""
         return self.run("first")
 
     @cached_property
     def noise(self):
-        """By how much two equal runs differ."""
         return apart(self.first, self.run("again"))
 
     def needs(self, *flags):

@@ -1,5 +1,6 @@
 """What FSDP2 and tensor parallelism need besides the training."""
 
+import ctypes
 import logging
 import warnings
 
@@ -13,17 +14,14 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import longrun
 
-# With tensor parallelism PyTorch warns of views, which nothing here changes in place, and of sums
-# in two steps, which are what is meant.
+# With tensor parallelism PyTorch warns of views and of sums in two steps. Both are right here.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module")
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+libc = ctypes.CDLL(None)
 
 
 class State(Stateful):
-    """The model and the optimizer, as torch.distributed.checkpoint writes and reads them.
-
-    Each process has its shards of them. Add what else of your training is divided.
-    """
+    """What a distributed checkpoint has, in shards. Add what else of your training is divided."""
 
     def __init__(self, model, optimizer):
         self.parts = model, optimizer
