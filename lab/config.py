@@ -55,9 +55,6 @@ class Wanted:
             value = getattr(self, what)
             if not low <= value <= high:
                 raise LabError(f"--{what} {value}: must be a number from {low} to {high}")
-        for path in self.share:
-            if os.path.abspath(path) == "/tmp" or not os.path.isdir(path):
-                raise LabError(f"--share {path}: must be a folder, and not /tmp itself: every node has its own")
 
     @property
     def folder(self) -> Path:
@@ -117,6 +114,9 @@ class Plan(Wanted):
     @classmethod
     def make(cls, wanted: Wanted) -> "Plan":
         """Decide what was left open: who works in the lab, and which folders of /tmp are shared."""
+        for path in wanted.share:
+            if os.path.abspath(path) == "/tmp" or not os.path.isdir(path):
+                raise LabError(f"--share {path}: must be a folder, and not /tmp itself: every node has its own")
         folders = [*wanted.share, *([] if os.getcwd() == "/tmp" else [os.getcwd()])]
         share = [name for path in folders for name in (os.path.abspath(path), os.path.realpath(path))]
         return cls(**vars(wanted) | {"share": share}, account=find_account(wanted))

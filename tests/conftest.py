@@ -37,8 +37,9 @@ PERMITTED_SKIPS = (
 def ci_with(*names: str) -> pytest.MarkDecorator:
     """A mark: `.ci/run` runs the test with these examples, and `nox -s full` with the others.
 
-    It is for tests of what is the same code in several examples, such as longrun.py and job.sh.
+    It is for tests of what is the same code in several examples, such as longrun.py, or is tested in other ways.
     """
+    assert {*names} < {*EXAMPLES}, names  # with no name left, the mark would mean all
     return pytest.mark.runs("full", *(name for name in EXAMPLES if name not in names))
 
 

@@ -25,8 +25,8 @@ from verify import checks
 
 EPOCHS = 5  # of a run with the default settings
 
-# One of each framework, and those that save in their own way.
-FRAMEWORKS = ("accelerate", "deepspeed", "horovod_cpu", "horovod_tensorflow", "lightning", "lora", "torchrun_multinode")
+# In .ci/run verify kills ddp_spawn, and test_fsdp.py kills fsdp while it saves.
+KILLED_HERE = [name for name in EXAMPLES if name not in ("ddp_spawn", "fsdp")]
 OWN_SAVES = ("ddp_spawn", "deepspeed", "fsdp", "horovod_tensorflow", "lightning", "lora")
 # How train.py prints a column of metrics.csv: the words before the number, the unit after it, by what the column is
 # multiplied, and how many digits follow the point.
@@ -97,8 +97,8 @@ def content(output: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in output.iterdir() if path.is_file()}
 
 
-@ci_with(*FRAMEWORKS)
-@pytest.mark.runs("smoke", *FRAMEWORKS)
+@ci_with(*KILLED_HERE)
+@pytest.mark.runs("smoke", *KILLED_HERE)
 def test_killed_and_resumed(example: str, folder: Path, reference: Reference) -> None:
     """SIGKILL to all processes at a random moment, and --resume: the same bits, no row twice or missing."""
     kill_and_resume(example, folder, reference, [runs.kill_all])
@@ -184,7 +184,7 @@ def ask_to_stop(run: runs.Run) -> int:
     return stop["step"]
 
 
-@ci_with("ddp_spawn", "horovod_tensorflow")
+@ci_with("accelerate", "ddp_spawn", "horovod_lightning", "horovod_tensorflow", "torchrun_vision")
 def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -> None:
     """The file OUTPUT/stop ends a run with status 0 and one line; --resume goes on there, to the same bits."""
     edits.hold_epochs(folder, 2)
@@ -310,6 +310,28 @@ def test_disk_full(example: str, folder: Path) -> None:
     written = WRITTEN.get(example, f"output/{LAUNCHERS[example].checkpoint}")
     refusals.assert_refused(run, LAUNCHERS[example].status_after_bad_input, f"cannot write {written}")
     assert checkpoint.read_bytes() == before
+
+
+@pytest.mark.only("ddp_spawn", "lightning", "torchrun_multinode")
+@pytest.mark.parametrize("which", ["process", "launcher"])
+def test_one_killed(example: str, folder: Path, which: str) -> None:
+    """A process that dies ends the run within a minute, and is named. When a launcher dies, its processes end."""
+    run = runs.start(example, folder, 2, "--epochs", 10000)
+    run.read_until("epoch  1/")
+    if which == "process":
+        kill_one(run)
+    else:
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.wait(60, leaves=30)
+
+
+@pytest.mark.only("ddp_spawn")
+def test_ranks_that_differ(example: str, folder: Path) -> None:
+    """Weights that differ between the ranks, since DDP was forgotten, end the run with one line; nothing is saved."""
+    edits.edit(folder / "train.py", "ddp_model = DistributedDataParallel(model)", "ddp_model = model")
+    run = runs.start(example, folder, 2).wait()
+    refusals.assert_refused(run, LAUNCHERS[example].status_after_bad_input, "differ between the ranks")
+    assert not (folder / "output" / "checkpoint.pt").exists() and not (folder / "output" / "metrics.csv").exists()
 
 
 @ci_with(*OWN_SAVES)

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 SRUN = """srun --mpi=none --overlap --kill-on-bad-exit=1 --ntasks={n} bash -c '
-    source job.sh; export MASTER_ADDR=$(scontrol show hostnames | head -n 1); choose_interface
-    export MASTER_PORT=$((10000 + (SLURM_JOB_ID + SLURM_STEP_ID) % 20000))
+    code=. && source ./job.sh; export MASTER_ADDR=$(scontrol show hostnames | head -n 1)
+    choose_interface; export MASTER_PORT=$((10000 + (SLURM_JOB_ID + SLURM_STEP_ID) % 20000))
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
     exec python train.py "$@"' bash"""
 LAUNCHERS = {

@@ -1,7 +1,7 @@
 # What run.slurm needs besides its own lines: checks before the start, a stop in time, the requeue.
 # run.slurm sources this file, and so does each task that srun starts.
 set -eo pipefail
-export SLURM_TIME_FORMAT=%s      # scontrol prints times as seconds since 1970
+export SLURM_TIME_FORMAT=%s SLURM_EXPORT_ENV=ALL SLURM_OVERLAP=1 PYTHONUNBUFFERED=1  # %s: seconds
 
 fail() {                         # end with one line that says what is wrong, and status $2 or 2
     echo "run.slurm: error: $1" >&2
@@ -15,8 +15,9 @@ told() {                         # print what SLURM says now, such as `told JobS
 # A task, and a requeued job in its copy of this file, have these variables already.
 if [[ ! "${BASH_SOURCE[0]}" -ef "${code:-}/job.sh" ]]; then
     # Not on a login node, nor in a step without a terminal: `srun bash run.slurm` would hang.
-    step="$([[ -v SLURM_PTY_PORT ]] || told State step "$SLURM_JOB_ID.${SLURM_STEP_ID:--}")" || :
-    [[ "${SLURMD_NODENAME:-}" && ! "$step" ]] || fail "submit it from its folder: sbatch run.slurm"
+    [[ "${SLURMD_NODENAME:-}" && (-v SLURM_PTY_PORT || ! -v SLURM_STEP_ID ||
+        ! "$(told State step "$SLURM_JOB_ID.$SLURM_STEP_ID")") ]] ||
+        fail "submit it from its folder: sbatch run.slurm"
     shown="$(scontrol show job "$SLURM_JOB_ID")" || true
     # In an array the job is this task alone. SLURM_ARRAY_* can come from the submitting shell.
     [[ ! "$shown" || "$shown" == *" ArrayJobId="* ]] || unset "${!SLURM_ARRAY_@}"
@@ -46,7 +47,6 @@ prepare() {
     unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_@}" SLURM_TIMELIMIT SLURM_GRES SRUN_EXPORT_ENV
     [[ ! "$shown" || "$shown" =~ TresPer[A-Za-z]+=[^[:space:]]*gpu ]] ||
         unset "${!SLURM_GPUS@}" SLURM_TRES_PER_TASK
-    export SLURM_EXPORT_ENV=ALL SLURM_OVERLAP=1 PYTHONUNBUFFERED=1
     unset PYTHONHOME PYTHONSAFEPATH OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY KMP_AFFINITY
     ulimit -Sn 65536 2>/dev/null || ulimit -Sn "$(ulimit -Hn)"  # a socket for each process
     [[ "$shown" != *HetJobId=* ]] || fail "a heterogeneous job is not supported: use one component"

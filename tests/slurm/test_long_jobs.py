@@ -4,6 +4,8 @@ Each of them waits after some epochs, as a file says, so that nothing depends on
 """
 
 import os
+import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from harness import edits, outputs
-from harness.jobs import CPUS, EPOCHS, GPUS, NODES, Job, hand_over, on_this_machine_only, submit
-from harness.launchers import LAUNCHERS, ROOT, copy_example
+from harness.jobs import CPUS, EPOCHS, GPUS, NODES, SETTINGS, Job, hand_over, on_this_machine_only, submit
+from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, copy_example
 from harness.processes import ASK_SLURM, wait_until, workers
 from lab import Lab, Wanted, faults
 from tests.conftest import ci_with
-from tests.slurm.small import assert_completed, header, held, two_processes
+from tests.slurm.small import assert_completed, assert_refused, header, held, two_processes
 
 pytestmark = pytest.mark.slurm
 EDITED = "echo 'the edited program'\nexit 3\n"
@@ -42,7 +44,8 @@ def wait_for_start(job: Job, number: int) -> None:
 FEW = ("--limit-steps", "2")  # in each epoch
 
 
-@ci_with("ddp_spawn", "deepspeed", "horovod_cpu", "horovod_tensorflow", "lightning", "lora", "torchrun_multinode")
+# The jobs of these start and stop as torchrun_multinode's, and of horovod_lightning as horovod_cpu's.
+@ci_with(*(name for name in EXAMPLES if name not in ("fsdp", "horovod_lightning", "torchrun_vision")))
 def test_stopped_and_continued(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A job is stopped near its time limit and preempted; it goes on after the step at which it has stopped.
 
@@ -94,6 +97,29 @@ def test_stopped_and_continued(example: str, source: Path, lab: Lab, tmp_path: P
     stops = [3, 5, 7] if any_step else [2, 4, 6]  # two steps an epoch
     assert [stop["step"] for stop in run["stops"]] == [*stops, 2 * EPOCHS], run["stops"]
     assert [start["step"] for start in run["starts"]] == [0, *stops, *[8] * any_step], run["starts"]
+
+
+@pytest.mark.runs("full")
+@pytest.mark.only("torchrun_multinode")
+def test_chain(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """Where a site refuses requeues, the jobs of docs/when-it-breaks.md train one run, one after the other."""
+    folder = hand_over(held(source, tmp_path / example, 1), lab)
+    (line,) = re.findall("^ +(for i in .* done)$", (ROOT / "docs" / "when-it-breaks.md").read_text(), re.MULTILINE)
+    options = shlex.join(["--parsable", "--no-requeue", *two_processes(source)])
+    line = line.replace("sbatch", f"sbatch {options}").replace("run.slurm", shlex.join(["run.slurm", *FEW]))
+    submitted = lab.run(["bash", "-c", line], cwd=folder, env=SETTINGS, check=True).stdout.split()
+    first, second, third = (Job(lab, "long", folder, number) for number in submitted)
+    for epochs, job in enumerate((first, second), 1):
+        job.wait_for_hold(epochs)
+        assert third.shown["JobState"] == "PENDING"
+        faults.timelimit(lab, job.id)
+        assert_refused(job, "to continue: sbatch run.slurm --output-dir output/long")
+        edits.hold(folder, 2 if job is first else edits.GO_ON)
+    assert third.wait().shown["JobState"] == "COMPLETED", third.log
+    output = folder / "output" / "long"
+    assert [row["epoch"] for row in outputs.read_metrics(output)] == list(range(1, EPOCHS + 1))
+    run = outputs.read_run(output)
+    assert [start["step"] for start in run["starts"]] == [0, *(stop["step"] for stop in run["stops"][:2])], run
 
 
 PARTITIONS = [
