@@ -15,7 +15,7 @@ import pytest
 
 from harness import edits
 from harness.jobs import SETTINGS, Job, hand_over, submit
-from harness.launchers import LAUNCHERS, copy_example
+from harness.launchers import EXAMPLES, HOROVOD, LAUNCHERS, copy_example
 from harness.processes import ASK_SLURM, command_lines, wait_until
 from lab import Lab, faults
 from tests.conftest import ci_with
@@ -85,6 +85,7 @@ def array_of_three(lab: Lab, folder: Path, **variables: str) -> None:
         assert lab.wait_for_job(tasks[number])["JobState"] == "COMPLETED"
 
 
+@ci_with(*(name for name in EXAMPLES if name not in HOROVOD))
 def test_job_array(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A task of a job array is requeued near its time limit, alone."""
     array_of_three(lab, stub(source, tmp_path / example))
