@@ -75,9 +75,8 @@ def start(plan: Plan) -> None:
     cover_etc(plan, HEAD)
     for file in plan.gpu_files():
         file.symlink_to("/dev/null")
-    with contextlib.suppress(
-        OSError, LabError
-    ):  # a machine may have none, or may permit no devices, as a container does
+    # A machine may have none, or may permit no devices, as a container does.
+    with contextlib.suppress(OSError, LabError):
         open_fuse()
     ip("link set lo up", "link add lab type bridge", "link set lab up")
     ip(f"address add {plan.addresses[HEAD]}/24 dev lab")

@@ -36,13 +36,13 @@ if [[ ! "${BASH_SOURCE[0]}" -ef "${code:-}/job.sh" ]]; then
         return
     fi
 fi
-trap 'heard=yes; echo SLURM >>"$stop_file"' USR1 TERM  # for a task; `prepare` sets the job's
+trap 'echo SLURM >>"$stop_file"' USR1 TERM  # for a task; `prepare` sets the job's
 
 # Check the environment, which must have the Python modules $@, and copy the program.
 prepare() {
     mkdir -p "$output"
     rm -f "$stop_file" "$output"/{stopped,finished}
-    trap 'heard=yes; stop_in_time' USR1 TERM  # near the time limit; at a preemption
+    trap stop_in_time USR1 TERM  # near the time limit; at a preemption
     # Forget variables of an outer job (GPUs: if this one asked for none), and a site's defaults.
     unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_@}" SLURM_TIMELIMIT SLURM_GRES SRUN_EXPORT_ENV
     [[ ! "$shown" || "$shown" =~ TresPer[A-Za-z]+=[^[:space:]]*gpu ]] ||
@@ -119,26 +119,25 @@ share_node() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
 }
 
-# Leave the exit status of process $1 in $status. A signal ends `wait` early; its trap sets heard.
-wait_for() {
-    heard=yes
-    while [[ "$heard" ]]; do
-        heard=""
-        wait "$1" && status=0 || status=$?
+# Run $@, and leave its exit status in $status. Traps run meanwhile. (bash's `wait` can lose the
+# status of a process that ends while a trap runs.) SLURM's USR1 is not for $@.
+follow() {
+    exec {out}>&1 {ended}< <(trap "" USR1; "$@" >&"$out" && echo 0 || echo "$?")
+    status=""
+    while [[ ! "$status" ]]; do
+        read -r status <&"$ended" || [[ "$?" -gt 128 ]] || status=137  # nobody could say it
     done
 }
 
-# In a task: run $@. SLURM's USR1 does not reach it: it makes the file that stops train.py.
+# In a task: run $@. The trap above makes the file that stops train.py.
 until_asked_to_stop() {
-    (trap "" USR1; "$@") &       # at some sites USR1 reaches it
-    wait_for "$!"
+    follow "$@"
     exit "$status"
 }
 
 # Run $@, the job's step; requeue the job if SLURM has stopped train.py; end with the step's status.
 run() {
-    "$@" &
-    wait_for "$!"
+    follow "$@"
     if [[ "$status" -eq 0 && -s "$output/stopped" ]]; then  # it is empty if a user made `stop`
         requeue
     elif [[ "$status" -ne 0 ]] && still_running; then
