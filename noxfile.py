@@ -71,8 +71,8 @@ def for_each_example(kind: str, what: str) -> None:
 
 
 for_each_example("smoke", "Train as the README says, and with minimal.py, on CPU over Gloo.")
-for_each_example("checks", "Run all other tests that need no SLURM.")
-for_each_example("slurm", "Submit run.slurm, unmodified, in a SLURM on this machine (needs root).")
+for_each_example("checks", "Run all other tests; as root also those of SLURM.")
+for_each_example("slurm", "Run those of SLURM alone: run.slurm, unmodified, on this machine.")
 for_each_example("full", "Run the long tests, which the other sessions leave to this one.")
 
 

@@ -15,7 +15,7 @@ ASK_SLURM = 1.0  # seconds between two questions to SLURM: several tests wait at
 FOREIGN = re.compile(
     r"SLURM|OMPI_|PMI|HOROVOD_|MASTER_|TORCHELASTIC|PET_"  # a job, or another launcher
     r"|(RANK|WORLD_SIZE|LOCAL_RANK|OMP_NUM_THREADS|GLOO_SOCKET_IFNAME|PYTHONDONTWRITEBYTECODE)$"  # a shell
-    r"|(OUTPUT_DIR|VENV|IMAGE)$"  # what a run.slurm is told
+    r"|(OUTPUT_DIR|VENV|IMAGE|UV_PYTHON)$"  # what a run.slurm is told, and uv by nox
 )
 
 

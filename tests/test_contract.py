@@ -187,7 +187,8 @@ def ask_to_stop(run: runs.Run) -> int:
     return stop["step"]
 
 
-@ci_with("accelerate", "ddp_spawn", "horovod_lightning", "horovod_tensorflow", "torchrun_vision")
+# Jobs of the others are stopped and continued: tests/slurm/test_long_jobs.py.
+@ci_with("horovod_lightning", "torchrun_vision")
 def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -> None:
     """The file OUTPUT/stop ends a run with status 0 and one line; --resume goes on there, to the same bits."""
     edits.hold_epochs(folder, 2)
@@ -237,7 +238,7 @@ def leave_digits(folder: Path, part: str, samples: int) -> None:
     np.savez(path, **arrays)
 
 
-@ci_with("fsdp", "horovod_tensorflow", "torchrun_multinode")
+@ci_with("fsdp", "torchrun_multinode")
 @pytest.mark.only("any_world_size")
 @pytest.mark.only("fp64")
 def test_another_number_of_processes(example: str, folder: Path, tmp_path: Path) -> None:
@@ -270,7 +271,7 @@ def test_another_number_of_processes(example: str, folder: Path, tmp_path: Path)
     assert outputs.largest_difference(*map(outputs.read_model, (output, alone))) < 1e-9
 
 
-@ci_with("ddp_spawn", "horovod_tensorflow", "lightning")
+@ci_with("ddp_spawn", "lightning")
 def test_second_run_in_the_folder(example: str, folder: Path) -> None:
     """While a run writes to its --output-dir a second one is refused, even with --resume; the first continues.
 
@@ -457,20 +458,3 @@ def test_rows_of_verify(example: str, folder: Path) -> None:
     found = list(checks.check(folder, rows, LAUNCHERS[example].local))
     expected = {name: "ok" for name in rows} | ({"weights": "not checked"} if example == "fsdp" else {})
     assert {name: verdict for name, verdict, _ in found} == expected, found
-
-
-@pytest.mark.only("torchrun_multinode")
-def test_started_again(example: str, folder: Path, reference: Reference) -> None:
-    """SIGKILL to one process: torchrun starts all of them again, with run.slurm's variables, to the same bits."""
-    words = re.findall(r"^ *export ((?:\w+=\w+ ?)+) *(?:#.*)?$", (folder / "run.slurm").read_text(), re.MULTILINE)
-    variables = dict(word.split("=") for word in " ".join(words).split())
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in variables
-    edits.hold_epochs(folder, 2)
-    command = "torchrun --standalone --nproc-per-node=2 --max-restarts=1 train.py --resume"
-    run = runs.Run(command.split(), folder, variables)
-    run.read_until("epoch  1/")
-    os.kill(max(run.workers()), signal.SIGKILL)
-    run.read_until("continuing after epoch ")
-    edits.hold(folder, edits.GO_ON)
-    assert run.wait().status == 0, run.stderr
-    outputs.assert_same_run(folder / "output", reference.output)
