@@ -103,9 +103,10 @@ def test_stopped_and_continued(example: str, source: Path, lab: Lab, tmp_path: P
 @pytest.mark.runs("full")
 @pytest.mark.only("torchrun_multinode")
 def test_chain(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """Where a site refuses requeues, the jobs of docs/when-it-breaks.md train one run, one after the other."""
+    """Where a site refuses requeues, the jobs of README.md's chain train one run, one after the other."""
     folder = hand_over(held(source, tmp_path / example, 1), lab)
-    (line,) = re.findall("^ +(for i in .* done)$", (ROOT / "docs" / "when-it-breaks.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs" / "when-it-breaks.md").read_text()
+    (line,) = {*re.findall("^ +(for i in .* done)", page + (source / "README.md").read_text(), re.MULTILINE)}
     options = shlex.join(["--parsable", "--no-requeue", *two_processes(source)])
     line = line.replace("sbatch", f"sbatch {options}").replace("run.slurm", shlex.join(["run.slurm", *FEW]))
     submitted = lab.run(["bash", "-c", line], cwd=folder, env=SETTINGS, check=True).stdout.split()
