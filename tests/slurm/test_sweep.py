@@ -24,7 +24,10 @@ EPOCHS = 3
 @pytest.mark.runs("full")
 @pytest.mark.timeout(1200)
 def test_eight_trials(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
-    """A killed task's trial goes on in another task, after its last epoch; none of the eight is lost or there twice."""
+    """A killed task's trial goes on in another task, after its last epoch; none of the eight is lost or there twice.
+
+    A sweep that is cancelled stays so: none of its tasks comes back.
+    """
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
@@ -80,3 +83,14 @@ def test_eight_trials(example: str, source: Path, lab: Lab, tmp_path: Path) -> N
     for this in (lost, kept):  # where its checkpoint was, not from the beginning
         first, second = outputs.read_run(this)["starts"]
         assert first["step"] == 0 and second["step"] > 0
+
+    edits.hold(copied, 1)
+    more = [word.replace("--trials 8", "--trials 10") for word in words]
+    cancelled = lab.run(more, cwd=tmp_path, env=SETTINGS, check=True).stdout.strip()
+    for task in (1, 2):
+        log = folder / f"sweep-{cancelled}_{task}.out"
+        wait_until(lambda log=log: log.exists() and "trial-" in log.read_text(), 300, f"task {task}", ASK_SLURM)
+    lab.run(["scancel", cancelled], cwd="/", check=True)
+    for task in (1, 2):
+        shown = lab.wait_for_job(f"{cancelled}_{task}")
+        assert (shown["JobState"], shown["Restarts"]) == ("CANCELLED", "0"), shown
