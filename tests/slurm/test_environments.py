@@ -62,7 +62,7 @@ def assert_uses_module(job: Job, other: Path) -> None:
 
 
 @pytest.mark.runs("full")
-@pytest.mark.only("pytorch")
+@pytest.mark.only("ddp_spawn", "lightning", "torchrun_multinode")  # run.slurm has the same line in the others
 def test_site_module(
     example: str, source: Path, lab: Lab, two_process_job: Callable[[], Reference], tmp_path: Path
 ) -> None:
