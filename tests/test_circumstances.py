@@ -1,6 +1,7 @@
 """What users have around them: an account that is not root's, a umask, a locale, a folder's name, a /tmp of many."""
 
 import os
+import re
 import stat
 import subprocess
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from harness import outputs, runs
 from harness.jobs import hand_over
-from harness.launchers import EXAMPLES, LAUNCHERS, copy_example
+from harness.launchers import EXAMPLES, LAUNCHERS, ROOT, copy_example
 from harness.runs import Reference
 from lab import Wanted
 from lab.config import find_account
@@ -85,3 +86,17 @@ def test_two_users(example: str, source: Path, tmp_path: Path, reference: Refere
         started.append(runs.Run([*as_user(uid, uid), *LAUNCHERS[example].command(2)], folder, own))
     for run in started:
         assert_trained(run.wait(600), example, reference)
+
+
+@pytest.mark.only("torchrun_multinode")
+def test_two_machines_without_slurm(example: str, folder: Path, reference: Reference) -> None:
+    """The command of docs/index.md for two machines, here two launchers on one: the bits of one launcher."""
+    (line,) = re.findall("`(torchrun --nnodes=2 .*)`", (ROOT / "docs" / "index.md").read_text())
+    port = str(20000 + os.getpid() % 10000)
+    for old, new in {"HOST1:29500": f"127.0.0.1:{port}", "--nproc-per-node=4": "--nproc-per-node=1"}.items():
+        assert line.count(old) == 1, line
+        line = line.replace(old, new)
+    one_thread = {"OMP_NUM_THREADS": "1"}  # as torchrun sets it for several processes
+    for run in [runs.Run(line.split(), folder, one_thread) for _ in range(2)]:
+        assert run.wait().status == 0, run.stderr
+    outputs.assert_same_run(folder / "output", reference.output)

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from harness import readme, runs
-from harness.launchers import HOROVOD, LAUNCHERS, ROOT
+from harness.launchers import EXAMPLES, HOROVOD, LAUNCHERS, ROOT
 from harness.processes import clean_environment
 
 PAGE = ROOT / "docs" / "install.md"
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": "/dev/null"}
 
 
+@pytest.mark.only(*(name for name in EXAMPLES if name not in HOROVOD[1:]))  # these build Horovod in the same way
 @pytest.mark.runs("full")
 @pytest.mark.timeout(3600)
 def test_without_internet(example: str, folder: Path, tmp_path: Path) -> None:
