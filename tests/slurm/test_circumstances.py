@@ -12,7 +12,7 @@ from harness.launchers import LAUNCHERS, copy_example
 from harness.runs import Reference
 from lab import Lab
 from tests.slurm.small import assert_completed, two_processes
-from tests.test_circumstances import ASCII, NAME, OPEN_TO_OTHERS
+from tests.test_circumstances import ASCII, OPEN_TO_OTHERS, folder_name
 
 pytestmark = pytest.mark.slurm
 TEMPORARY = "/tmp/noexec"
@@ -38,7 +38,7 @@ def test_ordinary_user(
 
     The job ends with the bits of an undisturbed one, and nobody else can read what it has written, its log included.
     """
-    folder = hand_over(copy_example(source, tmp_path / NAME / example), lab)
+    folder = hand_over(copy_example(source, tmp_path / folder_name(example) / example), lab)
     before = set(folder.rglob("*"))
     sbatch = ["sh", "-c", 'umask 077; exec sbatch --parsable "$@"', "sh", *two_processes(source), "run.slurm"]
     done = lab.run(sbatch, cwd=folder, env=SETTINGS | ASCII | {"TMPDIR": TEMPORARY}, check=True)
