@@ -3,6 +3,7 @@
 All are long: each process compiles for half a minute.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -53,13 +54,15 @@ def assert_same(example: str, output: Path, other: Path) -> None:
     "way", [pytest.param(way, marks=[pytest.mark.only(*WHOSE[way])] if way in WHOSE else []) for way in WAYS]
 )
 def test_same_training(example: str, folder: Path, way: str) -> None:
-    """Weights, their names and the metrics are those of a run without it. Nothing is compiled again."""
+    """Weights, their names and the metrics are those of a run without it. The model is not compiled again."""
     words = words_of(example, way)
     runs.train(example, folder, 2, *words, "--output-dir", "plain")
     run = runs.train(
         example, folder, 2, *words, "--compile", "--output-dir", "compiled", seconds=600, TORCH_LOGS="recompiles"
     )
-    assert "ecompiling" not in run.stderr and "_limit" not in run.stderr, run.stderr
+    again = set(re.findall(r"Recompiling function \w+ in \S*?([\w.]+):", run.stderr))
+    # Accelerate, which lora's Trainer uses, compiles DDP, and with it the context managers that DDP enters.
+    assert again <= {"contextlib.py"} and "_limit" not in run.stderr, run.stderr
     assert_same(example, folder / "compiled", folder / "plain")
 
 
