@@ -60,9 +60,10 @@ def test_same_training(example: str, folder: Path, way: str) -> None:
     run = runs.train(
         example, folder, 2, *words, "--compile", "--output-dir", "compiled", seconds=600, TORCH_LOGS="recompiles"
     )
-    again = set(re.findall(r"Recompiling function \w+ in \S*?([\w.]+):", run.stderr))
-    # Accelerate, which lora's Trainer uses, compiles DDP, and with it the context managers that DDP enters.
-    assert again <= {"contextlib.py"} and "_limit" not in run.stderr, run.stderr
+    again = set(re.findall(r"Recompiling function (\w+) in ", run.stderr))
+    # What lora's Trainer compiles around the model: context managers of DDP, a hook of checkpointing.
+    around = {"helper", "__init__", "make_inputs_require_grads"} if example == "lora" else set()
+    assert again <= around and "_limit" not in run.stderr, run.stderr
     assert_same(example, folder / "compiled", folder / "plain")
 
 
