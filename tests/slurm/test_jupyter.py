@@ -99,7 +99,10 @@ def notebook(path: Path, *cells: str) -> Path:
 
 def outputs(path: Path) -> list[str]:
     """Return what each cell of a notebook on the disk has printed, errors included."""
-    cells = json.loads(path.read_text())["cells"]
+    try:
+        cells = json.loads(path.read_text())["cells"]
+    except json.JSONDecodeError:  # JupyterLab is just writing it
+        return ["", "", ""]
     texts = [["".join(out.get("text", out.get("traceback", ""))) for out in cell["outputs"]] for cell in cells]
     return ["".join(text) for text in texts]
 
