@@ -1,12 +1,13 @@
-"""Ranks that start fast: a server that has imported torch forks them, as torchrun would start them.
+"""Ranks that start fast: a server that has imported PyTorch forks them, as torchrun would start them.
 
-    server: python tests/forked.py SOCKET
+    server: python tests/forked.py SOCKET MODULE...
     client: python tests/forked.py SOCKET N train.py FLAGS   (a launcher for verify)
 
 A client's ranks have its folder, variables, output and arguments. The ranks end when one fails or the client is gone.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -14,7 +15,20 @@ import runpy
 import select
 import signal
 import socket
+import subprocess
 import sys
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def launcher(path: str, *modules: str) -> Iterator[str]:
+    """Start a server that has imported modules beside PyTorch; yield the command of its clients."""
+    words = [sys.executable, __file__, path]
+    modules = ("torch._dynamo", *modules)  # which the first optimizer would import
+    with subprocess.Popen([*words, *modules], stdout=subprocess.PIPE, text=True) as process:
+        assert "ready\n" in iter(process.stdout.readline, "")  # after what modules print
+        yield " ".join([words[0], "-S", *words[1:]])  # without the hook, which would import PyTorch
+        process.kill()
 
 
 def client(path: str, words: list[str]) -> int:
@@ -27,10 +41,10 @@ def client(path: str, words: list[str]) -> int:
         return int(server.recv(16) or 1)
 
 
-def serve(path: str) -> None:
-    """Import torch, and answer clients until this process is killed."""
-    import torch  # noqa: F401
-
+def serve(path: str, modules: list[str]) -> None:
+    """Import modules, and answer clients until this process is killed."""
+    for name in modules:
+        importlib.import_module(name)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen()
@@ -112,7 +126,6 @@ def start(request: dict, outputs: list[int], rank: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        serve(sys.argv[1])
-    else:
+    if sys.argv[2].isdigit():
         sys.exit(client(sys.argv[1], sys.argv[2:]))
+    serve(sys.argv[1], sys.argv[2:])

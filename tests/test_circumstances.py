@@ -71,6 +71,7 @@ def test_ordinary_user(example: str, source: Path, tmp_path: Path, reference: Re
 
 
 @needs_root
+@pytest.mark.only("ddp_spawn", "deepspeed", "horovod_tensorflow", "lora")
 @pytest.mark.runs("full")
 def test_two_users(example: str, source: Path, tmp_path: Path, reference: Reference) -> None:
     """Two users, neither of whom can write to the other's files, train at once with one temporary folder: both do."""

@@ -19,7 +19,7 @@ from harness import edits, outputs, runs
 from harness.launchers import EXAMPLES, LAUNCHERS
 from harness.processes import command_lines, wait_until
 from harness.runs import Reference
-from tests import refusals
+from tests import forked, refusals
 from tests.conftest import ci_with
 from verify import checks
 
@@ -187,8 +187,8 @@ def ask_to_stop(run: runs.Run) -> int:
     return stop["step"]
 
 
-# Jobs of the others are stopped and continued: tests/slurm/test_long_jobs.py.
-@ci_with("horovod_lightning", "torchrun_vision")
+# The others are stopped by verify, or in tests/slurm/test_long_jobs.py.
+@pytest.mark.only("horovod_lightning", "horovod_tensorflow", "torchrun_vision")
 def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -> None:
     """The file OUTPUT/stop ends a run with status 0 and one line; --resume goes on there, to the same bits."""
     edits.hold_epochs(folder, 2)
@@ -204,7 +204,8 @@ def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -
     outputs.assert_same_run(folder / "output", reference.output)
 
 
-@ci_with(*OWN_SAVES)
+@pytest.mark.only(*OWN_SAVES)
+@ci_with("ddp_spawn", "deepspeed")
 def test_finished_and_resumed(example: str, finished: Path, reference: Reference) -> None:
     """With --resume a finished run writes its model again; with more epochs and --lr 0 its weights stay as they are."""
     output = finished / "output"
@@ -238,7 +239,7 @@ def leave_digits(folder: Path, part: str, samples: int) -> None:
     np.savez(path, **arrays)
 
 
-@ci_with("fsdp", "torchrun_multinode")
+@ci_with("torchrun_multinode")
 @pytest.mark.only("any_world_size")
 @pytest.mark.only("fp64")
 def test_another_number_of_processes(example: str, folder: Path, tmp_path: Path) -> None:
@@ -271,7 +272,8 @@ def test_another_number_of_processes(example: str, folder: Path, tmp_path: Path)
     assert outputs.largest_difference(*map(outputs.read_model, (output, alone))) < 1e-9
 
 
-@ci_with("ddp_spawn", "lightning")
+@pytest.mark.only("ddp_spawn", "horovod_tensorflow", "lightning")
+@ci_with("ddp_spawn")
 def test_second_run_in_the_folder(example: str, folder: Path) -> None:
     """While a run writes to its --output-dir a second one is refused, even with --resume; the first continues.
 
@@ -299,7 +301,8 @@ WRITTEN = {
 }
 
 
-@ci_with(*OWN_SAVES)
+@pytest.mark.only(*OWN_SAVES)
+@ci_with("ddp_spawn", "fsdp", "horovod_tensorflow")
 def test_disk_full(example: str, folder: Path) -> None:
     """A checkpoint that the disk does not take ends the run with one line, and the checkpoint before it stays.
 
@@ -338,7 +341,8 @@ def test_ranks_that_differ(example: str, folder: Path) -> None:
     assert not (folder / "output" / "checkpoint.pt").exists() and not (folder / "output" / "metrics.csv").exists()
 
 
-@ci_with(*OWN_SAVES)
+@pytest.mark.only(*OWN_SAVES)
+@ci_with("ddp_spawn", "lightning")
 def test_loss_that_is_not_finite(example: str, folder: Path) -> None:
     """A run whose weights are no longer numbers ends with one line, and saves nothing after that."""
     runs.train(example, folder, 2, "--epochs", 1, "--limit-steps", 2)
@@ -415,7 +419,8 @@ def test_bad_input(example: str, finished: Path) -> None:
     assert (finished / "dangling" / checkpoint).is_symlink()
 
 
-@ci_with(*OWN_SAVES, "torchrun_vision")
+@pytest.mark.only(*OWN_SAVES, "torchrun_vision")
+@ci_with("ddp_spawn", "horovod_tensorflow", "lora")
 def test_checkpoint_of_another_model_or_data(example: str, finished: Path) -> None:
     """A checkpoint of other weights, or of other data, is refused by all processes with one line, the last."""
     status, before = LAUNCHERS[example].status_after_bad_input, content(finished / "output")
@@ -448,13 +453,31 @@ def test_checkpoint_of_another_model_or_data(example: str, finished: Path) -> No
     assert content(finished / "output") == before
 
 
-@pytest.mark.only("accelerate", "deepspeed", "fsdp", "horovod_cpu", "lightning", "lora", "torchrun_vision")
-def test_rows_of_verify(example: str, folder: Path) -> None:
-    """Three rows of verify find nothing; tests/test_faults.py has all rows, for ddp_spawn and torchrun_multinode.
+# Of those whose ranks are forked: what train.py imports.
+FORKED = {
+    "accelerate": ["accelerate"],
+    "deepspeed": ["deepspeed"],
+    "fsdp": ["torch.distributed.checkpoint"],
+    "lightning": ["lightning"],
+    "lora": ["datasets", "peft", "transformers", "trl"],
+    "torchrun_vision": ["torchvision"],
+}
 
-    Weights that are divided cannot be compared.
+
+@pytest.mark.only("horovod_cpu", *FORKED)
+def test_rows_of_verify(example: str, folder: Path, tmp_path: Path) -> None:
+    """Four rows of verify find nothing; tests/test_faults.py has all rows, for ddp_spawn and torchrun_multinode.
+
+    Weights that are divided cannot be compared, and augmentation in loader workers begins its epoch again.
     """
-    rows = ["samples", "weights", "checkpoint"]
-    found = list(checks.check(folder, rows, LAUNCHERS[example].local))
-    expected = {name: "ok" for name in rows} | ({"weights": "not checked"} if example == "fsdp" else {})
+    rows = ["samples", "weights", "checkpoint", "stopped"]
+    if example == "horovod_cpu":
+        rows.pop()
+        found = list(checks.check(folder, rows, LAUNCHERS[example].local))
+    else:
+        words = "{n} train.py --devices {n}" if example == "lightning" else "{n} train.py"
+        with forked.launcher(str(tmp_path / "s"), *FORKED[example]) as command:
+            found = list(checks.check(folder, rows, f"{command} {words}"))
+    unchecked = {"fsdp": "weights", "torchrun_vision": "stopped"}.get(example)
+    expected = {name: "not checked" if name == unchecked else "ok" for name in rows}
     assert {name: verdict for name, verdict, _ in found} == expected, found

@@ -1,18 +1,18 @@
 """verify/ finds the mistakes in tests/faults, each by the row that its patch names, and has no FAIL for tests/right.
 
-The ranks are forked from a process that has imported torch: see tests/forked.py.
+The ranks are forked from a process that has imported PyTorch: see tests/forked.py.
 """
 
 import itertools
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from harness.launchers import ROOT, copy_example
+from tests import forked
 from verify import checks
 
 FAULTS = sorted(ROOT.glob("tests/faults/*.patch"))
@@ -40,12 +40,8 @@ def parameters(paths: list[Path], ordinary: set[Path]) -> list:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The command of a client of forked.py."""
-    path = tmp_path_factory.mktemp("s") / "s"
-    words = [sys.executable, str(ROOT / "tests" / "forked.py"), str(path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
-        yield " ".join([words[0], "-S", *words[1:]])  # without the hook, which would import torch
-        process.kill()
+    with forked.launcher(str(tmp_path_factory.mktemp("s") / "s")) as command:
+        yield command
 
 
 def check(server: str, folder: Path, example: str, rows: list[str]) -> dict[str, tuple[str, str]]:

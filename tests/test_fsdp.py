@@ -184,6 +184,7 @@ TEXT = (
 )
 
 
+@pytest.mark.runs("full")
 def test_tokens_of_a_text(example: str, folder: Path) -> None:
     """tokenize_text.py writes any script as tokens, with each kind of tokenizer; train.py and sample.py read them.
 

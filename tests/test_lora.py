@@ -70,7 +70,7 @@ def write(path: Path, kind: str) -> list[dict]:
     return rows
 
 
-@pytest.mark.parametrize("kind", ["prompts", "messages"])
+@pytest.mark.parametrize("kind", [pytest.param("prompts", marks=pytest.mark.runs("full")), "messages"])
 def test_formats(example: str, folder: Path, kind: str) -> None:
     """One process and two, which accumulate, train the same. Of prompts the completions alone are counted."""
     rows = write(folder / "lines.jsonl", kind)
@@ -91,6 +91,7 @@ def test_formats(example: str, folder: Path, kind: str) -> None:
         assert two[-1]["test_loss"] == pytest.approx(loss_of(folder, folder / "two", samples), rel=1e-5)
 
 
+@pytest.mark.runs("full")
 def test_stopped_with_dropout(example: str, folder: Path, tmp_path: Path) -> None:
     """Stopped within an epoch and resumed, chats with dropout end with the same bits. Each rank drops others."""
     write(folder / "lines.jsonl", "messages")

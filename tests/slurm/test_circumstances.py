@@ -29,6 +29,7 @@ def noexec(lab: Lab) -> Iterator[None]:
         yield
 
 
+@pytest.mark.only("ddp_spawn", "horovod_cpu", "horovod_tensorflow", "lightning", "torchrun_multinode")
 @pytest.mark.runs("full")  # each job of the lab is an ordinary user's; test_ordinary_user of one machine has the rest
 @pytest.mark.usefixtures("noexec")
 def test_ordinary_user(

@@ -44,8 +44,9 @@ def wait_for_start(job: Job, number: int) -> None:
 FEW = ("--limit-steps", "2")  # in each epoch
 
 
-# The jobs of these start and stop as torchrun_multinode's, and of horovod_lightning as horovod_cpu's.
-@ci_with(*(name for name in EXAMPLES if name not in ("fsdp", "horovod_lightning", "torchrun_vision")))
+# The jobs of these start and stop as torchrun_multinode's, and as horovod_cpu's.
+@pytest.mark.only(*(name for name in EXAMPLES if name not in ("horovod_lightning", "torchrun_vision")))
+@ci_with("ddp_spawn", "horovod_cpu", "lightning", "torchrun_multinode")  # one of each way to start processes
 def test_stopped_and_continued(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A job is stopped near its time limit and preempted; it goes on after the step at which it has stopped.
 

@@ -141,7 +141,7 @@ SLOW += STUB.replace(
 
 
 @pytest.mark.waits
-@pytest.mark.only("ddp_spawn")
+@pytest.mark.only("lora")  # whose other tests take as long
 def test_whole_notice(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """SLURM's own signal comes before the time limit. The time until 20 s before the end is for a save, all of it.
 
