@@ -1,4 +1,4 @@
-"""Start a train.py as its users do, with the hook, and compare what its runs leave."""
+"""Start a train.py as its users do, with the hook, and compare the results of its runs."""
 
 import contextlib
 import csv
@@ -33,14 +33,14 @@ RESULTS = "loss|acc(uracy|[^a-z]|$)|score|error|perplexity|precision|recall|f1|a
 
 
 class Verdict(Exception):
-    """How a row ends that is not ok: the verdict, and the reason."""
+    """The end of a row that is not ok: the verdict, and the reason."""
 
 
 Fail, Weak, Unchecked = (partial(Verdict, verdict) for verdict in ("FAIL", "weak", "not checked"))
 
 
 def readings(run):
-    """Return what loaders read, in order: for each place in the program the notes of all ranks."""
+    """Return what loaders read, in order: for each use of a loader, the notes of all ranks."""
     found = {}
     for note in run.of("loader"):
         found.setdefault((note["step"], note["train"], note.get("of", 0)), []).append(note)
@@ -51,7 +51,7 @@ def unlisted(*notes):
     """Return why it is not known which samples are read, or None."""
     why = [note["unlisted"] for note in notes if "unlisted" in note]
     own = len({note.get("of") for note in notes}) > 1
-    return why[0] if why else "each process has a data set of its own" if own else None
+    return why[0] if why else "each process has its own data set" if own else None
 
 
 def said(found):
@@ -59,10 +59,10 @@ def said(found):
 
 
 class Run:
-    """What a run has left: status, log, notes and results."""
+    """The results of a run: its status, its log, the notes of the hook, and its metrics."""
 
     def __init__(self, place, folder, status, seconds):
-        """Read the log and the hook's notes, in whole lines: a kill can cut the last one."""
+        """Read the log and the whole lines of the hook's notes: a kill can cut the last line."""
         self.place, self.folder, self.status, self.seconds = place, folder, status, seconds
         self.text = (place / "log").read_text(errors="replace")
         files = sorted(place.glob("notes/*.jsonl"))
@@ -94,14 +94,14 @@ class Run:
 
 
 def exact(value):
-    """Return a number or a tensor as an array in fp64; apart() has few of them at a time."""
+    """Return a number or a tensor as an array in fp64; apart() converts only two at a time."""
     if hasattr(value, "is_complex"):
         value = value.detach().cdouble() if value.is_complex() else value.detach().double()
     return np.nan_to_num(np.asarray(value), nan=9e99)
 
 
 def apart(one, other):
-    """Return by how much results differ relatively (weights: to the largest one), by name."""
+    """Return relative differences by name (of weights: relative to the largest weight)."""
     one, other = one.results, other.results
     if not one:
         raise Unchecked("there is no number in metrics.csv and no tensor in model.pt")
@@ -116,10 +116,10 @@ def apart(one, other):
 
 
 class Checks:
-    """The rows: each returns a text, or raises a Verdict; its docstring follows a FAIL."""
+    """The rows: each returns a text, or raises a Verdict; a FAIL also prints its docstring."""
 
     def __init__(self, folder, launcher, flags):
-        """Ask train.py for its flags; what earlier checks have left is removed."""
+        """Remove the files of an earlier check, and ask train.py for its flags."""
         self.folder, self.flags, self.runs = folder, flags, {}
         self.output, self.launcher, self.hidden = folder / "verify-output", "python train.py", {}
         shutil.rmtree(self.output, ignore_errors=True)
@@ -134,7 +134,7 @@ class Checks:
         self.precise = next((p for p in ("fp64", "fp32") if {"--precision", p} <= self.help), "")
 
     def train(self, name, processes=2, more=(), **named):
-        """Run once for each name; see start."""
+        """Return the run with this name; start it if it has not been started; see start."""
         if name not in self.runs:
             words = [*self.base, *self.flags, *more]
             self.runs[name] = run = self.start(name, processes, words, **named)
@@ -142,7 +142,7 @@ class Checks:
         return self.runs[name]
 
     def start(self, name, processes, flags, do="", into=None, limit=0):
-        """Run to the end, or to a limit of seconds (0: none), which makes its status None."""
+        """Run train.py to the end, or to a limit in seconds (0: none): then the status is None."""
         place = self.output / name
         output = into or place / "output"
         (place / "notes").mkdir(parents=True)
@@ -168,7 +168,7 @@ class Checks:
         return Run(place, output, None if 0 < limit < seconds else status, seconds)
 
     def run(self, name, verdict=Fail, **named):
-        """Return a run that has to end well."""
+        """Return a run, which must end well."""
         run = self.train(name, **named)
         if not run.good:
             raise verdict(f"train.py fails in the run `{name}`: {run.error}")
@@ -187,12 +187,12 @@ class Checks:
             raise Unchecked(f"train.py has no {missing[0]}")
 
     def plain(self, name="two", more=(), **named):
-        """Return a run without randomness, in fp64 if train.py can."""
+        """Return a run without randomness, in fp64 if train.py has it."""
         more = [*(["--precision", self.precise] * bool(self.precise)), *more]
         return self.run(name, Unchecked, more=more, do="plain", **named)
 
     def arithmetic(self, base, *others):
-        """Compare runs without randomness: they have to compute the same."""
+        """Compare runs without randomness: they must compute the same."""
         fp64, texts = self.precise == "fp64", []
         for run in others:
             doubts = ["random numbers besides dropout's"] * bool(base.of("draws") + run.of("draws"))
@@ -203,7 +203,7 @@ class Checks:
                 elif sum(note["taken"] for note in a) != sum(note["taken"] for note in b):
                     doubts += ["other samples"] * a[0]["train"]  # test batches can be larger
                     found = {n: found[n] for n in found if "train" in n or "model.pt" in n}
-            if not fp64:  # where a gradient is nearly 0, Adam steps by a rounding
+            if not fp64:  # where a gradient is nearly 0, rounding decides Adam's step
                 found = {n: far for n, far in found.items() if "loss" in n}
             what, far = f"runs {base.place.name}, {run.place.name}", max(found.values(), default=0)
             if far > (1e-9 if fp64 else 1e-3):
@@ -211,18 +211,18 @@ class Checks:
                 raise verdict(f"{what}: {why}")
             texts.append(f"{what}: the same to {far:.0e}")
         if not fp64:
-            raise Weak("; ".join([*texts, "small mistakes need --precision fp64"]))
+            raise Weak("; ".join([*texts, "only --precision fp64 shows small mistakes"]))
         return "; ".join(texts)
 
     def seed(self):
-        """same seed twice: all that draws is seeded, and no order is that of a set()."""
+        """same seed twice: all random numbers are seeded, and no order comes from a set()."""
         if self.noise:
             verdict = Weak if any(note["gpus"] for note in self.first.of("exit")) else Fail
             raise verdict(f"two runs differ, and so may those below: {said(self.noise)}")
         return "two runs have the same model.pt and metrics"
 
     def samples(self):
-        """each sample once: training has a DistributedSampler and calls set_epoch(); testing reads
+        """each sample once: training uses a DistributedSampler and set_epoch(); testing reads
         Subset(test_set, range(rank, len(test_set), world_size)).
         """
         single = readings(self.plain("one", processes=1))  # what several processes have to divide
@@ -245,7 +245,7 @@ class Checks:
             elif max(again, left) < (sum(note["batch"] for note in two) if train else 1):
                 found[f"{what}: {len(counts)} of {two[0]['of']}"] = None
             elif whole.total() > len(whole) or not train and again == whole.total():
-                found[f"{what}: read again, and it may be meant so"] = Unchecked
+                found[f"{what}: some are read again, which may be intended"] = Unchecked
             else:
                 found[f"{what}: {again} are read again, {left} by no process"] = Fail
         for verdict in (Fail, Unchecked):
@@ -254,20 +254,20 @@ class Checks:
         return "; ".join(found)
 
     def random(self):
-        """own random numbers: the seed has the rank, also when a loader starts its workers."""
+        """own random numbers: the seed depends on the rank, also when a loader starts workers."""
         draws = {}
         for note in self.first.of("draw"):
             for state in note["states"]:
                 draws.setdefault((note["where"], *state), set()).add(note["rank"])
         if not draws:
-            raise Unchecked("no dropout and no augmentation draws")
+            raise Unchecked("no dropout or augmentation draws random numbers")
         if same := [where for (where, *_), ranks in draws.items() if len(ranks) > 1]:
             raise Fail(f"{same[0]}: ranks draw the same in {len(same)} of {len(draws)} draws")
-        return f"ranks draw other numbers: {', '.join(sorted({where for where, *_ in draws}))}"
+        return f"ranks draw different numbers: {', '.join(sorted({where for where, *_ in draws}))}"
 
     def weights(self):
-        """equal weights: all that the optimizer trains (a loss, too) is inside DDP, DDP is what is
-        called, and rank 0's buffers are broadcast before an evaluation.
+        """equal weights: all that the optimizer trains (also in a loss) is inside DDP, the program
+        calls the DDP model, and rank 0's buffers are broadcast before an evaluation.
         """
         found = {}
         for note in self.first.of("equal"):
@@ -282,8 +282,8 @@ class Checks:
         return f"all ranks have the same bits after {self.first.steps} steps"
 
     def checkpoint(self):
-        """the checkpoint: rank 0 alone writes, to another name, which it renames by os.replace;
-        what torch.load raises is not caught.
+        """the checkpoint: only rank 0 writes, to a temporary name, and renames the file by
+        os.replace; no error of torch.load is caught.
         """
         writers, halves, folder = {}, {}, self.output / "cut" / "output"
         for note in self.first.of("file"):
@@ -308,7 +308,7 @@ class Checks:
         return f"{len(writers)} files, each of one rank, and whole; half of a checkpoint is refused"
 
     def processes(self):
-        """2 processes as 1 and as 3: all processes have one order of samples; losses and samples
+        """2 processes as 1 and as 3: all processes use one order of samples; losses and samples
         are summed over processes (no mean of means, not rank 0's alone); the learning rate does not
         depend on the number of processes; all weights are inside DDP; no set() numbers words.
         """
@@ -317,7 +317,7 @@ class Checks:
         return self.arithmetic(self.plain(), one, three)
 
     def accumulation(self):
-        """half batches, accumulated: the loss is divided by the batches of a step; clip, step and
+        """half batches, accumulated: the loss is divided by the batches per step; clip, step and
         zero_grad come once a step, after the last backward(), which alone is outside of no_sync().
         """
         self.needs("--global-batch", "--gradient-accumulation-steps")
@@ -336,11 +336,11 @@ class Checks:
         more = ["--timeout", str(wait)] if "--timeout" in self.help else []
         run = self.train(what, more=more, do=f"{what}:{step}:{rank}", limit=wait + limit)
         if not (run.place / "notes" / "done").exists():
-            raise Unchecked(f"no optimizer of torch.optim came to step {step}: {run.error}")
+            raise Unchecked(f"no optimizer of torch.optim reached step {step}: {run.error}")
         return run
 
     def resume(self, run, what):
-        """Go on with a run: it has to end with the bits of the first one, on GPUs nearly."""
+        """Continue a run: it must end with the bits of the first run (on GPUs: nearly)."""
         again = self.run(f"{run.place.name}-resumed", more=["--resume"], into=run.folder)
         if again.steps >= self.first.steps:
             raise Fail("the resumed run begins again at the first step")
@@ -348,7 +348,7 @@ class Checks:
         if found and any(far > 10 * self.noise.get(name, 0) for name, far in found.items()):
             raise Fail(f"{what} has other results: {said(found)}")
         if found:
-            raise Weak(f"{what} differs as two equal runs do: {said(found)}")
+            raise Weak(f"{what} differs about as much as two equal runs: {said(found)}")
         return f"{what} has the same model.pt and metrics"
 
     def killed(self):
@@ -359,13 +359,13 @@ class Checks:
         return self.resume(self.act("kill"), "a run killed in epoch 2 and resumed")
 
     def stopped(self):
-        """stopped, resumed: the file `stop` in --output-dir is looked for, and renamed to
+        """stopped, resumed: train.py looks for the file `stop` in --output-dir, and renames it to
         `stopped`; the checkpoint has the place in the epoch; dropout is seeded by the step.
         """
         self.needs("--resume")
         run = self.act("stop", epoch=1, rank=0)
         if run.status != 0 or not (run.folder / "stopped").exists():
-            raise Fail(f"asked to stop it ends with status {run.status} and no file `stopped`")
+            raise Fail(f"asked to stop, it has status {run.status}, or no file `stopped`")
         if any("workers" in note["where"] for note in self.first.of("draw")):
             raise Unchecked("it stops, but augmentation in loader workers begins its epoch again")
         return self.resume(run, f"a run stopped after step {run.steps} and resumed")
@@ -381,7 +381,7 @@ class Checks:
         return "after each of them the run ends with a status above 0"
 
     def bf16(self):
-        """bf16 as fp64: losses and counts are added in fp32 or fp64."""
+        """bf16 as fp64: losses and counts are summed in fp32 or fp64."""
         self.needs("--precision", "bf16", "--global-batch", "--limit-steps")
         more = ["--epochs", "1", "--global-batch", "1", "--limit-steps", "300"]  # 256 + 1 is 256
         more += ["--lr", "0"] * ("--lr" in self.help)  # only the sums differ

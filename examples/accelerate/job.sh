@@ -8,7 +8,7 @@ fail() {                         # end with one line that says what is wrong, an
     exit "${2:-2}"
 }
 
-told() {                         # print what SLURM says now, such as `told JobState job "$job"`
+told() {                         # print a value from SLURM, such as `told JobState job "$job"`
     scontrol show "$2" "$3" | sed -n "s/.*\b$1=\([^ ]*\).*/\1/p" | head -n 1
 }
 
@@ -24,25 +24,25 @@ if [[ ! "${BASH_SOURCE[0]}" -ef "${code:-}/job.sh" ]]; then
     job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_JOB_ID:+_$SLURM_ARRAY_TASK_ID}"
     output="${OUTPUT_DIR:-output/$job}" before=""
     for word in "$@"; do         # sbatch run.slurm --output-dir output/1234 continues job 1234
-        [[ "$before" != --out?(put)?(-d*([a-z])) ]] || output="$word"  # or --output
+        [[ "$before" != --out?(put)?(-d*([a-z])) ]] || output="$word"  # or shorter, as --output
         [[ "$word" != --out?(put)?(-d*([a-z]))=* ]] || output="${word#*=}"
         before="$word"
     done
-    # code: the copy of the program; stop_file: train.py saves and ends when it is there.
+    # code: the copy of the program; stop_file: train.py saves and ends when this file exists.
     export output code="$output/code-$job" stop_file="$output/stop"
-    if [[ -e "$code/job.sh" ]]; then  # a requeued job goes on with what it was submitted with
+    if [[ -e "$code/job.sh" ]]; then  # a requeued job runs the program that was submitted
         # shellcheck source=/dev/null
         source "$code/job.sh"
         return
     fi
 fi
-trap 'echo SLURM >>"$stop_file"' USR1 TERM  # for a task; `prepare` sets the job's
+trap 'echo SLURM >>"$stop_file"' USR1 TERM  # in a task; in the job, `prepare` sets another one
 
 # Check the environment, which must have the Python modules $@, and copy the program.
 prepare() {
     mkdir -p "$output"
     rm -f "$stop_file" "$output"/{stopped,finished}
-    trap stop_in_time USR1 TERM  # near the time limit; at a preemption
+    trap stop_in_time USR1 TERM  # USR1: near the time limit; TERM: at a preemption
     # Forget variables of an outer job (GPUs: if this one asked for none), and a site's defaults.
     unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_@}" SLURM_TIMELIMIT SLURM_GRES SRUN_EXPORT_ENV
     [[ ! "$shown" || "$shown" =~ TresPer[A-Za-z]+=[^[:space:]]*gpu ]] ||
@@ -78,19 +78,19 @@ copy_program() {
     mv "$code.part" "$code"
 }
 
-# Become the command $@, in the Apptainer image if there is one.
+# Replace this subshell with the command $@, in the Apptainer image if there is one.
 in_image() (
     [[ "$IMAGE" ]] || exec "$@"
     flags=(--quiet exec --pwd "$PWD")
     [[ ! -e /dev/nvidiactl ]] || flags+=(--nv)
     [[ ! -e /dev/kfd ]] || flags+=(--rocm)
-    for path in "$PWD" data "$output" "${@#*=}"; do  # what the image has to see
+    for path in "$PWD" data "$output" "${@#*=}"; do  # paths that the image needs
         [[ ! -e "$path" ]] || flags+=(--bind "$(realpath -s "$path")")
     done
     exec "$(type -P apptainer || type -P singularity)" "${flags[@]}" "$IMAGE" "$@"
 )
 
-# Print this node's address on the way to the host $1: its own name may resolve to 127.0.1.1.
+# Print the address by which this node reaches the host $1: its name may resolve to 127.0.1.1.
 own_address() {
     ip -4 route get "$(getent ahostsv4 "$1" | awk '{ print $1; exit }')" 2>/dev/null |
         sed -n 's/.* src \([^ ]*\).*/\1/p' || true
@@ -105,14 +105,14 @@ meet_at_this_node() {
     [[ "$MASTER_ADDR" ]] || MASTER_ADDR="$(hostname)"  # there is no program `ip`
 }
 
-# In a task: set address, this node's own, and the network interface of Gloo, if it is not set.
+# In a task: set address, this node's address, and the network interface of Gloo, if it is not set.
 choose_interface() {
     address="$(own_address "$MASTER_ADDR")"
     interface="$(ip -4 -o address show to "$address" | awk '{ print $2; exit }')" || return 0
     [[ ! "$interface" ]] || export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$interface}"
 }
 
-# In a task: set processes to its number of GPUs, or $1 without any, and the threads of each one.
+# In a task: set processes to the node's number of GPUs, or $1 without GPUs, and OMP_NUM_THREADS.
 share_node() {
     processes="$((${SLURM_GPUS_ON_NODE:-0} > 0 ? SLURM_GPUS_ON_NODE : $1))"
     threads="$((SLURM_CPUS_PER_TASK > processes ? SLURM_CPUS_PER_TASK / processes : 1))"
@@ -120,12 +120,12 @@ share_node() {
 }
 
 # Run $@, and leave its exit status in $status. Traps run meanwhile. (bash's `wait` can lose the
-# status of a process that ends while a trap runs.) SLURM's USR1 is not for $@.
+# status of a process that ends while a trap runs.) $@ ignores SLURM's USR1.
 follow() {
     exec {out}>&1 {ended}< <(trap "" USR1; "$@" >&"$out" && echo 0 || echo "$?")
     status=""
     while [[ ! "$status" ]]; do
-        read -r status <&"$ended" || [[ "$?" -gt 128 ]] || status=137  # nobody could say it
+        read -r status <&"$ended" || [[ "$?" -gt 128 ]] || status=137  # killed: it printed nothing
     done
 }
 
@@ -149,13 +149,13 @@ run() {
 
 # Ask train.py to save and end. It has until 20 s before the end; then the job is requeued.
 stop_in_time() {
-    trap "" USR1 TERM            # once is enough
+    trap "" USR1 TERM            # the first signal is enough
     echo SLURM >>"$stop_file"
     (
-        # To the tasks: on NFS other nodes see the file late. A preemption has told them already.
+        # Signal the tasks: on NFS other nodes see the file late. A preemption has signalled them.
         scancel --signal=USR1 "$job" 2>/dev/null || true
         left=1
-        while [[ "$left" -gt 0 ]]; do  # the limit may change, or be none, and SLURM may not answer
+        while [[ "$left" -gt 0 ]]; do  # the limit may change or be missing, or SLURM may not answer
             ends="$(told EndTime job "$job")" || true
             left="$([[ "$ends" == [0-9]* ]] && echo "$((ends - 20 - $(date +%s)))" || echo 10)"
             sleep "$((left > 0 ? left : 0))"
@@ -169,7 +169,7 @@ still_running() {                # fails if the job is cancelled, requeued or at
     [[ "${state:-RUNNING}" == RUNNING ]]  # SLURM may not answer for a moment
 }
 
-# Requeue the job, unless it was cancelled, or has saved nothing: that would go on for ever.
+# Requeue the job, unless it was cancelled, or has saved nothing, which would repeat for ever.
 requeue() {
     still_running || return 0
     [[ "$(find "$output/" -maxdepth 1 -name 'checkpoint*' -newer "$output/started-$job")" ]] ||

@@ -30,11 +30,11 @@ def train_one_epoch(accelerator, ddp_model, train_loader, optimizer):
         logits = ddp_model(images)
         loss = F.cross_entropy(logits, labels)
         accelerator.backward(loss)  # ddp: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
+        sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
         sums[1] += len(labels)
         optimizer.step()
         optimizer.zero_grad()
-    sums = accelerator.reduce(sums)  # ddp: sum over all processes, which all have to call this
+    sums = accelerator.reduce(sums)  # ddp: sum over all processes; each must call this
     return (sums[0] / sums[1]).item()
 
 
@@ -51,35 +51,35 @@ def evaluate(accelerator, model, test_loader):
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
         sums[2] += len(labels)
-    sums = accelerator.reduce(sums)  # ddp: sum over all processes, which all have to call this
+    sums = accelerator.reduce(sums)  # ddp: sum over all processes; each must call this
     return (sums[:2] / sums[2]).tolist()
 
 
 def main():
     """Train as one of the processes that accelerate launch has started."""
-    # accelerate: joins the other processes, and chooses this process's GPU
+    # accelerate: joins the process group, and chooses this process's GPU
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     device = accelerator.device
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
-    # ddp: my number, from 0; how many
+        torch.set_float32_matmul_precision("high")  # TF32: faster, less exact fp32 matrix products
+    # ddp: the number of this process, from 0, and the number of all processes
     rank, world_size = accelerator.process_index, accelerator.num_processes
 
     train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
-    # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
+    # ddp: shuffled parts of equal length; a process with one more step would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
-    # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
+    # ddp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
 
-    torch.manual_seed(SEED + rank)  # ddp: each process drops other units; DDP copies the weights
+    torch.manual_seed(SEED + rank)  # ddp: dropout differs by process; DDP copies rank 0's weights
     model = ConvNet().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LR, fused=device.type == "cuda")
-    # accelerate: wraps the model in DDP, which copies rank 0's weights and averages gradients. It
-    # is not given the loaders, whose last samples it would repeat.
+    # accelerate: wraps the model in DDP, which copies rank 0's weights and averages gradients.
+    # prepare() does not get the loaders, because it would repeat their last samples.
     ddp_model, optimizer = accelerator.prepare(model, optimizer)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes

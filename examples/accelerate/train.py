@@ -1,10 +1,10 @@
-"""Train a ConvNet with Hugging Face's accelerate, whose launcher starts it on one or many nodes.
+"""Train a ConvNet with Hugging Face's accelerate, started by its launcher on one or many nodes.
 
 Locally:   accelerate launch --config_file accelerate.yaml --num_processes 2 train.py
 On SLURM:  sbatch run.slurm --epochs 10
 
 It is minimal.py plus flags, checkpoints, gradient accumulation, and a stop after any step.
-Comments that begin with a tag, such as "ddp:", mark what a single process would not need.
+Comments that begin with "ddp:" or "accelerate:" mark what a single process would not need.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def parse_args():
     add("--global-batch", type=positive, help="samples per step; sets --batch-size")
     add("--gradient-accumulation-steps", type=positive, default=1, help="batches per step")
     add("--lr", type=float, default=1e-3, help="learning rate")
-    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
     add("--max-grad-norm", type=float, help="clip the norm of the gradients to this value")
     add("--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="bf16: mixed")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
@@ -46,7 +46,7 @@ def parse_args():
     add("--checkpoint-every", type=float, metavar="MINUTES", help="also save within an epoch")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
+    add("--limit-steps", type=positive, help="steps and test batches per epoch, for a short trial")
     args = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         parser.error("start it with accelerate launch, as the first lines of train.py say")
@@ -69,7 +69,7 @@ def setup(args):
     # ddp: NCCL for tensors on GPUs; Gloo for tensors on the CPU, such as the request to stop
     backend = "cpu:gloo,cuda:nccl" if has_gpus else "gloo"
     joining = InitProcessGroupKwargs(backend, timeout=timedelta(seconds=10 * args.timeout))
-    # accelerate: joins the others by MASTER_ADDR and MASTER_PORT, and chooses this process's GPU
+    # accelerate: joins the process group by MASTER_ADDR and MASTER_PORT, and chooses the GPU
     accelerator = Accelerator(
         cpu=not has_gpus,
         mixed_precision="bf16" if args.precision == "bf16" else "no",
@@ -77,7 +77,7 @@ def setup(args):
         kwargs_handlers=[joining],
     )
     if has_gpus:
-        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
+        torch.set_float32_matmul_precision("high")  # TF32: faster, less exact fp32 matrix products
     longrun.alive(None)  # the first step has no time limit: it may compile kernels
     return accelerator, accelerator.device, rank, world_size
 
@@ -86,28 +86,28 @@ def predict(args, model, batch, device):
     """Return the model's logits (B, 10) for a batch, and its labels (B,), on the device."""
     images, labels = (part.to(device, non_blocking=True) for part in batch)
     images = images.double() if args.precision == "fp64" and images.is_floating_point() else images
-    return model(images), labels  # accelerate: prepare() has put autocast around it for bf16
+    return model(images), labels  # accelerate: for bf16 prepare() adds autocast
 
 
 def train_one_epoch(args, accelerator, ddp_model, batches, stateful, progress):
     """Train to the end of an epoch; return the mean loss over the samples of all processes."""
     ddp_model.train()
-    sums = progress["sums"]  # loss, samples; a checkpoint within the epoch has them, too
+    sums = progress["sums"]  # loss, samples; a checkpoint within the epoch contains these sums
     optimizer, scheduler = stateful["optimizer"], stateful["scheduler"]
     # ddp: each process and batch gets its own random numbers (dropout), also after a resume
     longrun.seed(args.seed, progress["step"], 0, dist.get_rank())
     for number, batch in enumerate(batches, 1):
         part = number % args.gradient_accumulation_steps  # accumulation: 0 is a step's last batch
-        if part == 0:  # stop: rank 0 looks for a request to stop, and tells all during backward()
+        if part == 0:  # stop: rank 0 looks for a request, and broadcasts it during backward()
             answer = torch.tensor(longrun.wish(args))
             pending = dist.broadcast(answer, src=0, async_op=True)
-        # accumulation: accelerate averages the gradients with the last batch of a step
+        # accumulation: accelerate averages the gradients only in the last batch of a step
         with accelerator.accumulate(ddp_model):
             logits, labels = predict(args, ddp_model, batch, accelerator.device)
             loss = F.cross_entropy(logits, labels)
-            # accelerate: divides the loss by the number of batches of a step
+            # accelerate: divides the loss by the number of batches per step
             accelerator.backward(loss)  # ddp: averages the gradients
-        sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
+        sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
         sums[1] += len(labels)
         if part == 0:
             if args.max_grad_norm:
@@ -119,15 +119,15 @@ def train_one_epoch(args, accelerator, ddp_model, batches, stateful, progress):
             progress["epoch_step"] += 1
             pending.wait()
             if answer != longrun.GO_ON:
-                # ddp: the checkpoint has the sums over all processes. It is one file, whole or not
-                # there: accelerator.save_state() writes several, and a kill can leave a part.
+                # ddp: the checkpoint contains the sums over all processes. It is a single file: a
+                # kill while accelerator.save_state() writes its files can leave only some of them.
                 so_far = progress | {"sums": accelerator.reduce(sums)}
                 longrun.save_checkpoint(args, stateful, so_far)
             if answer == longrun.STOP:
                 longrun.end(args, progress, "stopped")  # stop: exits; job.sh requeues the job
         longrun.seed(args.seed, progress["step"], part, dist.get_rank())  # for the next batch
-        longrun.alive(args.timeout)  # ends this process unless it calls this again in time
-    sums = accelerator.reduce(sums)  # ddp: sum over all processes, which all have to call this
+        longrun.alive(args.timeout)  # ends the process if the next call comes too late
+    sums = accelerator.reduce(sums)  # ddp: sum over all processes; each must call this
     return (sums[0] / sums[1]).item()
 
 
@@ -144,59 +144,59 @@ def evaluate(args, accelerator, model, test_loader):
         sums[1] += (logits.argmax(1) == labels).sum()
         sums[2] += len(labels)
         longrun.alive(args.timeout)
-    sums = accelerator.reduce(sums)  # ddp: sum over all processes, which all have to call this
+    sums = accelerator.reduce(sums)  # ddp: sum over all processes; each must call this
     return (sums[:2] / sums[2]).tolist()
 
 
 def main(args):
     """Train as one of the processes that accelerate launch has started."""
     accelerator, device, rank, world_size = setup(args)
-    # Data: replace these lines by your data sets; any torch.utils.data.Dataset will do.
+    # Data: replace these lines with your data sets; any torch.utils.data.Dataset works.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
         longrun.fail(error)
-    # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
+    # ddp: shuffled parts of equal length; a process with one more step would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     parts = args.gradient_accumulation_steps
     steps = min(len(sampler) // (args.batch_size * parts), args.limit_steps or len(train_set))
     if not steps:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
-    # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
+    # ddp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, args.batch_size, **extra)
 
-    # Model: replace it by yours.
+    # Model: replace it with yours.
     torch.manual_seed(args.seed)
     model = ConvNet().to(device)
     model = model.double() if args.precision == "fp64" else model
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=device.type == "cuda")
-    # The learning rate rises during the warm-up; put another scheduler of PyTorch here.
+    # The learning rate rises during the warm-up; put another PyTorch scheduler here.
     scheduler = LambdaLR(optimizer, lambda step: min(1, (step + 1) / (args.warmup_steps + 1)))
-    # What a checkpoint has: add all that your training changes, such as averaged weights.
+    # A checkpoint contains these: add all that your training changes, such as averaged weights.
     stateful = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    # Optimizer steps of the run and of this epoch; rows of metrics.csv; loss and samples so far.
+    # step: of the run; epoch_step: of the epoch; history: rows of metrics.csv; sums: loss, samples.
     progress = {"step": 0, "epoch_step": 0, "history": [], "sums": torch.zeros(2).double()}
     what = f"{type(model).__name__} on {args.dataset}"
     where = "nccl on cuda" if device.type == "cuda" else "gloo on cpu"
     progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)
-    # ddp: sums that a checkpoint had are those of all processes, and rank 0 continues them
+    # ddp: the sums in a checkpoint are over all processes: only rank 0 continues them
     progress["sums"] = progress["sums"].to(device) * (rank == 0)
-    # accelerate: wraps the model in DDP, which copies rank 0's weights and averages gradients. It
-    # is not given the loaders, whose last samples it would repeat, and the scheduler, which would
-    # take a step for each process.
+    # accelerate: wraps the model in DDP, which copies rank 0's weights and averages gradients.
+    # prepare() does not get the loaders, because it would repeat their last samples. It does not
+    # get the scheduler, which would then take one step for each process.
     ddp_model, stateful["optimizer"] = accelerator.prepare(model, optimizer)
 
     for epoch in range(len(progress["history"]), args.epochs):
         sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
-        done = progress["epoch_step"] * parts  # batches, if the run was stopped in this epoch
+        done = progress["epoch_step"] * parts  # batches done before a stop in this epoch
         left = list(sampler)[done * args.batch_size :]  # the indices that are still to be read
-        longrun.seed(args.seed, epoch, rank)  # for the loader's workers, if it has some
+        longrun.seed(args.seed, epoch, rank)  # for the loader's workers, if it has any
         train_loader = DataLoader(train_set, args.batch_size, sampler=left, drop_last=True, **extra)
         count, start = max(0, steps * parts - done), time.perf_counter()
-        batches = islice(train_loader, count)  # without the last step, if it is incomplete
+        batches = islice(train_loader, count)  # leaves out an incomplete last step
         train_loss = train_one_epoch(args, accelerator, ddp_model, batches, stateful, progress)
         seconds = time.perf_counter() - start
         # Not ddp_model: its forward pass can wait for a process that has no test batch left.

@@ -31,11 +31,11 @@ def train_one_epoch(ddp_model, train_loader, optimizer, device):
         logits = ddp_model(images)
         loss = F.cross_entropy(logits, labels)
         loss.backward()  # ddp: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
+        sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
         sums[1] += len(labels)
         optimizer.step()
         optimizer.zero_grad()
-    dist.all_reduce(sums)  # ddp: sum over all processes; each has to call this, or others hang
+    dist.all_reduce(sums)  # ddp: sum over all processes; each must call this, or the others hang
     return (sums[0] / sums[1]).item()
 
 
@@ -52,35 +52,35 @@ def evaluate(model, test_loader, device):
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
         sums[2] += len(labels)
-    dist.all_reduce(sums)  # ddp: sum over all processes; each has to call this, or others hang
+    dist.all_reduce(sums)  # ddp: sum over all processes; each must call this, or the others hang
     return (sums[:2] / sums[2]).tolist()
 
 
 def main(rank, world_size, port):
-    """Train as one process of world_size; `port` is that of the store which launch() has opened."""
+    """Train as one process of world_size; `port` is the port of launch()'s store."""
     if "OMP_NUM_THREADS" not in os.environ:  # share the cores that this job may use
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
-    # ddp: the processes find each other in a store, a small server in the process that started them
+        torch.set_float32_matmul_precision("high")  # TF32: faster, less exact fp32 matrix products
+    # ddp: the store is a small server in the parent; here the processes exchange their addresses
     store = dist.TCPStore("127.0.0.1", port)
     # ddp: NCCL moves tensors between GPUs, Gloo between CPUs
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
     train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
-    # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
+    # ddp: shuffled parts of equal length; a process with one more step would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
-    # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
+    # ddp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
 
-    torch.manual_seed(SEED + rank)  # ddp: each process drops other units; DDP copies the weights
+    torch.manual_seed(SEED + rank)  # ddp: dropout differs by process; DDP copies rank 0's weights
     model = ConvNet().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LR, fused=device.type == "cuda")
     # ddp: copies rank 0's weights to all processes, and averages gradients in backward()
@@ -100,9 +100,9 @@ def main(rank, world_size, port):
 
 
 def launch():
-    """Start one process for each GPU, or two, and wait for them."""
+    """Start one process per GPU, or two without GPUs, and wait for them."""
     world_size = torch.cuda.device_count() or 2
-    # ddp: the store at any free port (0); do not wait, since the processes start in the next line
+    # ddp: port 0 is any free port; do not wait for the processes here, since they start below
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # ddp: each process calls main(its rank, world_size, port)
     mp.spawn(main, args=(world_size, store.port), nprocs=world_size)

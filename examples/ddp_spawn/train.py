@@ -37,13 +37,13 @@ def parse_args():
     add("--batch-size", type=positive, default=64, help="samples per batch of each process")
     add("--global-batch", type=positive, help="samples per step; sets --batch-size")
     add("--lr", type=float, default=1e-3, help="learning rate")
-    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
     add("--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="bf16: mixed")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
     add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
+    add("--limit-steps", type=positive, help="steps and test batches per epoch, for a short trial")
     args = parser.parse_args()
     args.global_batch = args.global_batch or args.batch_size * args.processes
     args.batch_size, rest = divmod(args.global_batch, args.processes)
@@ -61,10 +61,10 @@ def setup(args, rank, port):
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
+        torch.set_float32_matmul_precision("high")  # TF32: faster, less exact fp32 matrix products
     # ddp: NCCL for tensors on GPUs; Gloo for tensors on the CPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    # ddp: the processes find each other in a store, a small server in the process that started them
+    # ddp: the store is a small server in the parent; here the processes exchange their addresses
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=args.timeout))
     timeout = timedelta(seconds=10 * args.timeout)
     dist.init_process_group(backend, None, timeout, args.processes, rank, store)
@@ -92,14 +92,14 @@ def train_one_epoch(args, ddp_model, batches, stateful, device, progress):
         logits, labels = predict(args, ddp_model, batch, device)
         loss = F.cross_entropy(logits, labels)
         loss.backward()  # ddp: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
+        sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
         sums[1] += len(labels)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         progress["step"] += 1
-        longrun.alive(args.timeout)  # ends this process unless it calls this again in time
-    dist.all_reduce(sums)  # ddp: sum over all processes; each has to call this, or others hang
+        longrun.alive(args.timeout)  # ends the process if the next call comes too late
+    dist.all_reduce(sums)  # ddp: sum over all processes; each must call this, or the others hang
     return (sums[0] / sums[1]).item()
 
 
@@ -116,7 +116,7 @@ def evaluate(args, model, test_loader, device):
         sums[1] += (logits.argmax(1) == labels).sum()
         sums[2] += len(labels)
         longrun.alive(args.timeout)
-    dist.all_reduce(sums)  # ddp: sum over all processes; each has to call this, or others hang
+    dist.all_reduce(sums)  # ddp: sum over all processes; each must call this, or the others hang
     return (sums[:2] / sums[2]).tolist()
 
 
@@ -130,32 +130,32 @@ def save_checkpoint(args, stateful, progress):
 
 
 def main(rank, args, port):
-    """Train as one of the processes; `port` is that of the store that launch() has opened."""
+    """Train as one of the processes; `port` is the port of launch()'s store."""
     device, world_size = setup(args, rank, port), args.processes
-    # Data: replace these lines by your data sets; any torch.utils.data.Dataset will do.
+    # Data: replace these lines with your data sets; any torch.utils.data.Dataset works.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
         longrun.fail(error)
-    # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
+    # ddp: shuffled parts of equal length; a process with one more step would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     steps = min(len(sampler) // args.batch_size, args.limit_steps or len(train_set))
     if not steps:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
-    # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
+    # ddp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, args.batch_size, **extra)
 
-    # Model: replace it by yours.
+    # Model: replace it with yours.
     torch.manual_seed(args.seed)
     model = ConvNet().to(device)
     model = model.double() if args.precision == "fp64" else model
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, fused=device.type == "cuda")
-    # The learning rate rises during the warm-up; put another scheduler of PyTorch here.
+    # The learning rate rises during the warm-up; put another PyTorch scheduler here.
     scheduler = LambdaLR(optimizer, lambda step: min(1, (step + 1) / (args.warmup_steps + 1)))
-    # What a checkpoint has: add all that your training changes, such as averaged weights.
+    # A checkpoint contains these: add all that your training changes, such as averaged weights.
     stateful = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     progress = {"step": 0, "history": []}  # optimizer steps of the run, and rows of metrics.csv
     what = f"{type(model).__name__} on {args.dataset}"
@@ -166,7 +166,7 @@ def main(rank, args, port):
 
     for epoch in range(len(progress["history"]), args.epochs):
         sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
-        longrun.seed(args.seed, epoch, rank)  # for the loader's workers, if it has some
+        longrun.seed(args.seed, epoch, rank)  # for the loader's workers, if it has any
         train_loader = DataLoader(
             train_set, args.batch_size, sampler=sampler, drop_last=True, **extra
         )
@@ -186,7 +186,7 @@ def main(rank, args, port):
 
 def launch(args):
     """Start the processes, and wait for them."""
-    # ddp: the store at any free port (0); do not wait, since the processes start in the next line
+    # ddp: port 0 is any free port; do not wait for the processes here, since they start below
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
         # ddp: each process calls main(its rank, args, port); if one fails, the others are ended

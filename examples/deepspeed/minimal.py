@@ -21,11 +21,11 @@ from common.models import ConvNet
 EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: samples per batch of each process
 CONFIG = {
     "train_micro_batch_size_per_gpu": BATCH_SIZE,  # of each process, also on CPUs
-    # deepspeed: of N processes each keeps 1/N of AdamW's state (stage 1), of the gradients, too
-    # (2), and of the weights (3; evaluation and saving then need more: see train.py).
+    # deepspeed: each of N processes keeps 1/N of AdamW's state (stage 1), also of the gradients
+    # (stage 2), also of the weights (stage 3; evaluation and saving then need more: see train.py).
     "zero_optimization": {"stage": 2},
     "gradient_clipping": 0.0,  # off; by default DeepSpeed clips to a norm of 1
-    "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},  # that of PyTorch
+    "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},  # PyTorch's
 }
 
 
@@ -38,10 +38,10 @@ def train_one_epoch(engine, train_loader, device):
         logits = engine(images)
         loss = F.cross_entropy(logits, labels)
         engine.backward(loss)  # deepspeed: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
+        sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
         sums[1] += len(labels)
-        engine.step()  # deepspeed: each updates its part of the weights, and gets the other parts
-    dist.all_reduce(sums)  # deepspeed: sum over all processes; each must call this, or others hang
+        engine.step()  # deepspeed: each process updates its part of the weights, and gets the rest
+    dist.all_reduce(sums)  # deepspeed: sum over all processes; all must call this, or others hang
     return (sums[0] / sums[1]).item()
 
 
@@ -58,7 +58,7 @@ def evaluate(engine, test_loader, device):
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
         sums[2] += len(labels)
-    dist.all_reduce(sums)  # deepspeed: sum over all processes; each must call this, or others hang
+    dist.all_reduce(sums)  # deepspeed: sum over all processes; all must call this, or others hang
     return (sums[:2] / sums[2]).tolist()
 
 
@@ -68,23 +68,23 @@ def main():
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
-    deepspeed.ops.__compatible_ops__ = {}  # deepspeed: otherwise it needs a compiler on CPUs
-    # torchrun: sets MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, by which all processes meet
-    deepspeed.init_distributed()  # deepspeed: with NCCL on GPUs, with Gloo on CPUs
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # my number, from 0; how many
+        torch.set_float32_matmul_precision("high")  # TF32: faster, less exact fp32 matrix products
+    deepspeed.ops.__compatible_ops__ = {}  # deepspeed: needs a compiler on CPUs otherwise
+    # torchrun: sets MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, which init_distributed reads
+    deepspeed.init_distributed()  # deepspeed: uses NCCL on GPUs and Gloo on CPUs
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # ranks are 0 to world_size - 1
 
     train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
-    # deepspeed: shuffled parts of equal length: a process with one step more would hang
+    # deepspeed: shuffled parts of equal length; a process with one more step would hang
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
-    # deepspeed: each test sample once; a DistributedSampler would repeat some or leave some out
+    # deepspeed: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
 
-    torch.manual_seed(SEED + rank)  # deepspeed: each drops other units; all get rank 0's weights
+    torch.manual_seed(SEED + rank)  # deepspeed: dropout differs by process; weights are rank 0's
     model = ConvNet()
     # deepspeed: moves the model to the device, and makes the optimizer of CONFIG
     parameters = model.parameters()

@@ -24,7 +24,7 @@ def checksum(path):
 def save_checkpoint(args, stateful, progress, save):
     """Write a new folder by save(where, its name), and then checkpoint.pt, which names it.
 
-    So a kill at any moment does no harm.
+    So a kill at any moment leaves a whole checkpoint: the old one, or the new one.
     """
     longrun.alive(None)  # a save may take longer than a step
     # The last step of an epoch may be saved twice: within the epoch, and at its end.
@@ -35,16 +35,16 @@ def save_checkpoint(args, stateful, progress, save):
     longrun.gather(None)
     try:
         save(folder.parent, folder.name)
-    except (OSError, RuntimeError, CheckpointException) as error:  # RuntimeError: by torch.save
-        failures = getattr(error, "failures", {0: (error,)})  # those of all processes
+    except (OSError, RuntimeError, CheckpointException) as error:  # RuntimeError: from torch.save
+        failures = getattr(error, "failures", {0: (error,)})  # the errors of all processes
         cause = str(next(iter(failures.values()))[0]).partition("\n")[0]
         wrong = f"cannot write {folder} ({cause})"
         longrun.fail(f"{wrong}: is the disk full? Free some space, then --resume")
     os.sync()  # the files are on the disk before checkpoint.pt names them
-    # Each process sees at least its own files: NFS shows those of other nodes later.
+    # Each process sees at least its own files: NFS shows the files of other nodes later.
     seen = [path.name for path in folder.iterdir() if path.is_file()]
     names = sorted(set().union(*longrun.gather(seen)))
-    # Each process reads the files with its rank in their names, which it has written; 0 the others.
+    # Each process reads the files that it has written, by the rank in the name; rank 0 the others.
     ranks = [next((r for r in range(longrun.size) if f"_{r}_" in name), 0) for name in names]
     mine = [name for name, rank in zip(names, ranks, strict=True) if rank == longrun.rank]
     files = longrun.gather({name: checksum(folder / name) for name in mine})
@@ -58,15 +58,15 @@ def save_checkpoint(args, stateful, progress, save):
 
 
 def find_checkpoint(args, progress):
-    """Return where the folder is that checkpoint.pt names, and its name, after a test of its files.
+    """Check the files of the folder that checkpoint.pt names; return its parent and its name.
 
-    args.divided, if there is one, says how the state is divided: it has to be the same.
+    args.divided, if there is one, says how the state is divided. It must be the same as before.
     """
     folder, error = args.output_dir / "checkpoint" / progress["folder"], None
     other = "or choose another --output-dir"
     try:
         for name in sorted(progress["files"])[longrun.rank :: longrun.size]:  # a part of them
-            if checksum(folder / name) != progress["files"][name]:  # PyTorch does not test it
+            if checksum(folder / name) != progress["files"][name]:  # PyTorch does not check this
                 raise ValueError(f"{name} has changed")
     except (OSError, ValueError) as wrong:
         error = f"{folder} is damaged, or cannot be read ({wrong!r}): restore a copy, {other}"

@@ -4,7 +4,7 @@ Locally:   torchrun --standalone --nproc-per-node=2 train.py
 On SLURM:  sbatch run.slurm --epochs 10
 
 It is minimal.py plus flags, checkpoints, and a stop after any epoch.
-Comments that begin with a tag, such as "deepspeed:", mark what a single process would not need.
+Comments that begin with "deepspeed:" or "torchrun:" mark what a single process would not need.
 """
 
 import argparse
@@ -42,13 +42,13 @@ def parse_args():
     add("--deepspeed_config", default="ds_config.json", help="DeepSpeed's settings")
     add("--zero-stage", type=int, choices=range(4), help="instead of the stage in that file")
     add("--lr", type=float, help="learning rate, instead of that in the file")
-    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="the file may ask for bf16")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
     add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
+    add("--limit-steps", type=positive, help="steps and test batches per epoch, for a short trial")
     args = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
@@ -63,13 +63,13 @@ def setup(args):
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
+        torch.set_float32_matmul_precision("high")  # TF32: faster, less exact fp32 matrix products
     # deepspeed: NCCL for tensors on GPUs; Gloo for tensors on the CPU, such as the request to stop
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # torchrun: sets MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, which init_process_group reads
     dist.init_process_group(backend, timeout=timedelta(seconds=10 * args.timeout))
-    deepspeed.ops.__compatible_ops__ = {}  # deepspeed: otherwise it needs a compiler on CPUs
-    deepspeed.init_distributed()  # deepspeed: uses the process group that is there
+    deepspeed.ops.__compatible_ops__ = {}  # deepspeed: needs a compiler on CPUs otherwise
+    deepspeed.init_distributed()  # deepspeed: uses the process group made above
     longrun.alive(None)  # the first step has no time limit: it may compile kernels
     return device, rank, world_size
 
@@ -77,7 +77,7 @@ def setup(args):
 def predict(engine, batch, device):
     """Return the model's logits (B, 10) for a batch, and its labels (B,), on the device."""
     images, labels = (part.to(device, non_blocking=True) for part in batch)
-    dtype = next(engine.parameters()).dtype  # deepspeed: that of the weights, as the file says
+    dtype = next(engine.parameters()).dtype  # deepspeed: the dtype of the weights, by the settings
     images = images.to(dtype) if images.is_floating_point() else images
     return engine(images).float(), labels
 
@@ -92,12 +92,12 @@ def train_one_epoch(args, engine, batches, device, progress):
         logits, labels = predict(engine, batch, device)
         loss = F.cross_entropy(logits, labels)
         engine.backward(loss)  # deepspeed: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
+        sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
         sums[1] += len(labels)
-        engine.step()  # deepspeed: after the last batch of a step, optimizer.step() and zero_grad()
-        longrun.alive(args.timeout)  # ends this process unless it calls this again in time
+        engine.step()  # deepspeed: after a step's last batch optimizer.step() and zero_grad()
+        longrun.alive(args.timeout)  # ends the process if the next call comes too late
     progress["step"] = engine.global_steps
-    dist.all_reduce(sums)  # deepspeed: sum over all processes; each must call this, or others hang
+    dist.all_reduce(sums)  # deepspeed: sum over all processes; all must call this, or others hang
     return (sums[0] / sums[1]).item()
 
 
@@ -116,13 +116,13 @@ def evaluate(args, engine, test_loader, device):
             sums[1] += (logits.argmax(1) == labels).sum()
             sums[2] += len(labels)
         longrun.alive(args.timeout)
-    dist.all_reduce(sums)  # deepspeed: sum over all processes; each must call this, or others hang
+    dist.all_reduce(sums)  # deepspeed: sum over all processes; all must call this, or others hang
     return (sums[:2] / sums[2]).tolist()
 
 
 def save_checkpoint(args, engine, stateful, progress):
     """Save what --resume continues from, and stop if asked to; all processes call this."""
-    # deepspeed: up to stage 2 each process has all weights, and they have to be equal
+    # deepspeed: up to stage 2 each process has all weights, and all must have the same
     longrun.check([] if args.zero_stage == 3 else list(engine.module.parameters()), progress)
     # deepspeed: each process writes its own files into a folder, which checkpoint.pt names
     sharded.save_checkpoint(args, stateful, progress, engine.save_checkpoint)
@@ -136,34 +136,34 @@ def main(args):
     """Train as one of the processes that torchrun has started."""
     device, rank, world_size = setup(args)
     config = zero.read_settings(args)
-    # Data: replace these lines by your data sets; any torch.utils.data.Dataset will do.
+    # Data: replace these lines with your data sets; any torch.utils.data.Dataset works.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
         longrun.fail(error)
-    # deepspeed: shuffled parts of equal length: a process with one step more would hang
+    # deepspeed: shuffled parts of equal length; a process with one more step would hang
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     parts = args.gradient_accumulation_steps
     steps = min(len(sampler) // (args.batch_size * parts), args.limit_steps or len(train_set))
     if not steps:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
-    # deepspeed: each test sample once; a DistributedSampler would repeat some or leave some out
+    # deepspeed: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, args.batch_size, **extra)
 
-    # Model: replace it by yours.
+    # Model: replace it with yours.
     torch.manual_seed(args.seed)
     model = ConvNet()
-    # What checkpoint.pt has: add all that your training changes, such as averaged weights. Of the
-    # model it has names and shapes: DeepSpeed's own files have the weights, and the rest.
+    # checkpoint.pt contains these: add all that your training changes, such as averaged weights. Of
+    # the model it has names and shapes: DeepSpeed's own files have the weights, and the rest.
     stateful = {"model": copy.deepcopy(model).to("meta")}
-    # The learning rate rises during the warm-up; put another scheduler of PyTorch here.
+    # The learning rate rises during the warm-up; put another PyTorch scheduler here.
     scheduler = partial(LambdaLR, lr_lambda=lambda n: min(1, (n + 1) / (args.warmup_steps + 1)))
-    scheduler = None if "scheduler" in config else scheduler  # DeepSpeed makes that of its file
+    scheduler = None if "scheduler" in config else scheduler  # DeepSpeed makes the file's scheduler
     # deepspeed: moves the model to the device, and makes the optimizer that the file names.
-    # Of N processes each keeps 1/N of the optimizer's state (ZeRO stages 1 to 3), of the gradients
+    # Each of N processes keeps 1/N of the optimizer's state (ZeRO stages 1 to 3), of the gradients
     # (2 and 3) and of the weights (3). At stage 0 each process keeps everything, as with DDP.
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config, lr_scheduler=scheduler
@@ -178,7 +178,7 @@ def main(args):
 
     for epoch in range(len(progress["history"]), args.epochs):
         sampler.set_epoch(epoch)  # deepspeed: another order in each epoch, the same for all
-        longrun.seed(args.seed, epoch, rank)  # for the loader's workers, if it has some
+        longrun.seed(args.seed, epoch, rank)  # for the loader's workers, if it has any
         train_loader = DataLoader(
             train_set, args.batch_size, sampler=sampler, drop_last=True, **extra
         )

@@ -10,12 +10,12 @@ import longrun
 
 
 def read_settings(args):
-    """Return DeepSpeed's settings: its file, and the flags of train.py that replace some of them.
+    """Return DeepSpeed's settings: those of its file, where no flag of train.py replaces them.
 
     All processes call this after they have joined, since the batch size depends on their number.
-    What DeepSpeed makes of the settings is set in args.
+    args then contains the values that DeepSpeed derives from the settings.
     """
-    # In a job train.py is a copy, and so is the file beside it.
+    # In a job train.py is a copy, and the file beside it is a copy, too.
     path = Path(__file__).parent / args.deepspeed_config
     try:
         config = json.loads(path.read_text())
@@ -38,15 +38,15 @@ def read_settings(args):
     args.gradient_accumulation_steps = checked.gradient_accumulation_steps
     args.zero_stage = int(checked.zero_optimization_stage)
     args.precision = "bf16" if checked.bfloat16_config.enabled else args.precision
-    # A checkpoint can be read only by as many processes at the same stage: see sharded.py.
+    # Only the same number of processes, at the same stage, can read a checkpoint: see sharded.py.
     args.divided = f"{longrun.size} processes at ZeRO stage {args.zero_stage}"
     return config
 
 
 def equally_often(loader, limit):
-    """Yield each batch and True; then the last one and False, as often as other processes go on.
+    """Yield each batch and True; then the last batch and False, until all processes are done.
 
-    At stage 3 each forward pass is one of all processes: they have the weights together.
+    At stage 3 each process has a part of the weights, so all must call the model equally often.
     """
     count, batches, batch = max(longrun.gather(len(loader))), iter(loader), None
     for number in range(min(count, limit or count)):
@@ -58,7 +58,7 @@ def whole_weights(args, engine, progress):
     """Return a state dict of the whole model, in fp32, on the CPU; rank 0 alone may call this."""
     if args.zero_stage == 0:
         weights = engine.module.cpu().state_dict()
-    else:  # of the last checkpoint; zero_to_fp32.py in its folder does the same
+    else:  # those of the last checkpoint; zero_to_fp32.py in its folder does the same
         folder, name = args.output_dir / "checkpoint", progress["folder"]
         weights = get_fp32_state_dict_from_zero_checkpoint(folder, name)
     return {name: w.float() if w.is_floating_point() else w for name, w in weights.items()}

@@ -35,11 +35,11 @@ def train_one_epoch(model, train_loader, optimizer, device):
         logits, labels = predict(model, batch, device)
         loss = token_loss(logits, labels)
         loss.backward()  # fsdp: averages the gradients; each process keeps those of its shard
-        sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
+        sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
         sums[1] += len(labels)
         optimizer.step()  # fsdp: each process updates its shard of the weights
         optimizer.zero_grad()
-    dist.all_reduce(sums)  # fsdp: sum over all processes; each has to call this, or others hang
+    dist.all_reduce(sums)  # fsdp: sum over all processes; each must call this, or the others hang
     return (sums[0] / sums[1]).item()
 
 
@@ -49,14 +49,14 @@ def evaluate(model, test_loader, count, device):
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
     batches, batch = iter(test_loader), None
-    # fsdp: all must call the model equally often, which gathers the weights: with any batch
+    # fsdp: each call of the model gathers weights, so all processes must call it equally often
     for number in range(count):
         batch = next(batches, batch)
         logits, labels = predict(model, batch, device)
         if number < len(test_loader):
             sums[0] += token_loss(logits, labels, "sum")
             sums[1] += len(labels)
-    dist.all_reduce(sums)  # fsdp: sum over all processes; each has to call this, or others hang
+    dist.all_reduce(sums)  # fsdp: sum over all processes; each must call this, or the others hang
     return (sums[0] / sums[1]).item()
 
 
@@ -66,19 +66,19 @@ def main():
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
+        torch.set_float32_matmul_precision("high")  # TF32: faster, less exact fp32 matrix products
     # torchrun: sets MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, which init_process_group reads
     # fsdp: NCCL moves tensors between GPUs, Gloo between CPUs
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # fsdp: my number, from 0; how many
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # fsdp: ranks are 0 to world_size - 1
 
     train_set, test_set = data.load()  # random tokens, the same in all processes
-    # fsdp: shuffled parts of equal length: a process with one step more would hang
+    # fsdp: shuffled parts of equal length; a process with one more step would hang
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
-    # fsdp: each test sample once; a DistributedSampler would repeat some or leave some out
+    # fsdp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
     most = -(-len(test_set) // (BATCH_SIZE * world_size))  # test batches of rank 0, rounded up
@@ -86,9 +86,9 @@ def main():
     with torch.device("meta"):  # fsdp: names and shapes only, without memory
         model = TinyGPT()
     for block in model.blocks:
-        # fsdp: before a block computes, its weights are gathered from all processes; then freed
+        # fsdp: a block's weights are gathered from all processes before it computes, then freed
         fully_shard(block)
-    fully_shard(model)  # fsdp: what is in no block
+    fully_shard(model)  # fsdp: the weights outside the blocks
     model.to_empty(device=device)  # fsdp: memory for this process's shards, a part of each weight
     initialise(model, SEED)
     fused = device.type == "cuda"
@@ -101,8 +101,8 @@ def main():
             losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"
             print(f"epoch {epoch + 1}: {losses}", flush=True)
     options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = state_dict.get_model_state_dict(model, options=options)  # fsdp: all have to call this
-    if rank == 0:  # fsdp: it has got the whole weights, in CPU memory
+    weights = state_dict.get_model_state_dict(model, options=options)  # fsdp: all must call this
+    if rank == 0:  # fsdp: only rank 0 has the whole weights, in CPU memory
         torch.save(weights, "model.pt")
     dist.destroy_process_group()
     os._exit(0)  # skip Python's clean-up, in which Gloo sometimes aborts (PyTorch 2.15)

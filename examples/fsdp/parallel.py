@@ -14,14 +14,14 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import longrun
 
-# With tensor parallelism PyTorch warns of views and of sums in two steps. Both are right here.
+# With tensor parallelism PyTorch warns about views and two-step sums. Both are correct here.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module")
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 libc = ctypes.CDLL(None)
 
 
 class State(Stateful):
-    """What a distributed checkpoint has, in shards. Add what else of your training is divided."""
+    """What a distributed checkpoint has, in shards. Add all else that your training shards."""
 
     def __init__(self, model, optimizer):
         self.parts = model, optimizer
@@ -37,8 +37,8 @@ class State(Stateful):
 
 def split_layers(model, mesh):
     """Split each layer over the processes of a group, which then share the work of each sample."""
-    # A column-wise layer splits its outputs, such as the heads. A row-wise one follows it: it takes
-    # such a part as its input, and the processes sum up what they have computed.
+    # A column-wise layer splits its outputs, such as the heads. A row-wise layer follows: each
+    # process gives it such a part as its input, and all processes add up their results.
     column, row = ColwiseParallel, RowwiseParallel
     attention = {"query": column(), "key": column(), "value": column(), "proj": row()}
     plan = attention | {"mlp.0": column(), "mlp.2": row()}
@@ -47,13 +47,13 @@ def split_layers(model, mesh):
     whole = column(output_layouts=Replicate())
     outside = {"token": row(input_layouts=Replicate()), "position": whole, "head": whole}
     parallelize_module(model, mesh, outside)
-    model.head.weight = model.token.weight  # the split has replaced both, which are one weight
+    model.head.weight = model.token.weight  # the split has replaced both; tie them again
 
 
 def clip_grad_norm(model, limit):
     """Scale the gradients so that their norm, over the shards of all processes, is at most `limit`.
 
-    PyTorch's own function adds up norms of one mesh: a weight may be split over both dimensions.
+    PyTorch's own function needs all weights in one mesh; here some are split over two dimensions.
     """
     groups = {}
     for weight in model.parameters():
@@ -67,7 +67,7 @@ def clip_grad_norm(model, limit):
 @torch.no_grad()
 def size_of(model):
     """Return the sum of the absolute values of all weights, over all processes."""
-    model.reshard()  # what is in no block stays gathered after a forward pass
+    model.reshard()  # weights outside the blocks stay gathered after a forward pass
     size = sum(weight.to_local().abs().sum(dtype=torch.float64) for weight in model.parameters())
     dist.all_reduce(size)
     return size

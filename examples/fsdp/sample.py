@@ -25,7 +25,7 @@ def main():
     model = TinyGPT(*sizes).eval()
     model.load_state_dict(torch.load(args.output_dir / "model.pt", weights_only=True))
     path = Path(settings["data_dir"] or "no data", "tokenizer.json")
-    tokenizer = Tokenizer.from_file(str(path)) if path.exists() else None  # None: of bytes
+    tokenizer = Tokenizer.from_file(str(path)) if path.exists() else None  # None: tokens are bytes
     tokens = tokenizer.encode(args.prompt).ids if tokenizer else list(args.prompt.encode())
     for _ in range(args.length):
         logits = model(torch.tensor([tokens[-model.context :]]))[0, -1]

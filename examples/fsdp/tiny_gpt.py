@@ -59,7 +59,7 @@ class TinyGPT(nn.Module):
 
 
 def token_loss(logits: Tensor, labels: Tensor, reduction="mean") -> Tensor:
-    """Return the loss of logits (N, vocabulary) in nats. Compiled, it makes no copy in fp32."""
+    """Return the loss of logits (N, vocabulary) in nats. When compiled, it makes no fp32 copy."""
     logits = logits.float() if logits.dtype == torch.bfloat16 else logits
     return F.cross_entropy(logits, labels, reduction=reduction)
 
@@ -68,13 +68,13 @@ def token_loss(logits: Tensor, labels: Tensor, reduction="mean") -> Tensor:
 def initialise(model, seed):
     """Draw the weights from a normal distribution, the same for any number of processes."""
     for number, (name, weight) in enumerate(model.named_parameters()):
-        whole = torch.zeros(weight.shape, dtype=weight.dtype)  # fsdp: one at a time is whole
+        whole = torch.zeros(weight.shape, dtype=weight.dtype)  # fsdp: one whole weight at a time
         if name.endswith("weight"):  # biases stay 0
             whole.fill_(1)  # of a LayerNorm
             if weight.dim() > 1:  # of another layer, as in GPT-2
                 generator = torch.Generator().manual_seed(seed * 10_000 + number)
                 whole.normal_(0, 0.02, generator=generator)
         whole = whole.to(weight.device)
-        # fsdp: cut as the weight is; each process cuts its own copy, and none is sent (None)
+        # fsdp: cut into shards like the weight; each process cuts its own copy, and sends none
         part = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
         weight.copy_(part)

@@ -1,4 +1,4 @@
-"""Tokens to train a language model with: those in files, or random ones, which need no file.
+"""Tokens to train a language model with: from files, or random tokens, which need no file.
 
 The files are train.bin and val.bin, flat uint16 numbers without a header, as tokenize_text.py and
 nanoGPT write them, or with the header of llm.c.
@@ -31,7 +31,7 @@ class Tokens(Dataset):
         """Keep tokens (N,), of whole numbers, to be cut into windows of T = `length`."""
         self.tokens = tokens
         self.length = length
-        self.labels = tokens[: 2**20]  # longrun.py refuses a resume with others
+        self.labels = tokens[: 2**20]  # longrun.py refuses a resume with other labels
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.length
@@ -48,7 +48,7 @@ class Tokens(Dataset):
 
 
 def collate(samples):
-    """Make a batch: a data set with __getitems__ has made it already, others return a list."""
+    """Make a batch of a list of samples; data sets with __getitems__ already return batches."""
     return default_collate(samples) if isinstance(samples, list) else samples
 
 
@@ -66,7 +66,7 @@ def load(data_dir=None, context=64, vocabulary=256, size=60_000) -> tuple[Tokens
     shortest = min(map(len, parts))
     if shortest <= context:
         raise DataError(f"{shortest} tokens are too few for --context {context}: use a longer text")
-    largest = max(int(tokens[: 2**27].max()) for tokens in parts)  # not all of a longer file
+    largest = max(int(tokens[: 2**27].max()) for tokens in parts)  # the first part of a long file
     if largest >= vocabulary:
         raise DataError(f"there is a token {largest}: use the --vocabulary of your tokenizer")
     return Tokens(parts[0], context), Tokens(parts[1], context)
@@ -76,7 +76,7 @@ def read_tokens(path: Path) -> np.ndarray:
     """Return the tokens (N,) in a file, mapped into memory: a batch reads only what it needs."""
     try:
         tokens = np.memmap(path, np.uint16, "r")
-    except (OSError, ValueError) as error:  # ValueError: it is empty, or ends within a number
+    except (OSError, ValueError) as error:  # ValueError: empty, or the last number is cut
         raise DataError(f"cannot read {path} ({error}): tokenize_text.py writes it") from error
     return tokens[512:] if tokens[:2].tobytes() == LLM_C else tokens
 
@@ -84,8 +84,8 @@ def read_tokens(path: Path) -> np.ndarray:
 def random_tokens(size: int, vocabulary: int) -> np.ndarray:
     """Return `size` random tokens (size,).
 
-    For a vocabulary of 256 they are a Markov chain of 32 symbols: it has a known entropy (Shannon
-    1948). Otherwise all tokens are equally likely: to measure how fast a model is.
+    For a vocabulary of 256 they are a Markov chain of 32 symbols, whose entropy is known (Shannon
+    1948). Otherwise all tokens are equally likely, which is enough to measure the speed.
     """
     generator = torch.Generator().manual_seed(0)
     if vocabulary != 256:

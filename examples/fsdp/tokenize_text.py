@@ -2,7 +2,7 @@
 
 python tokenize_text.py book.txt                           # a token is a byte: any language
 python tokenize_text.py *.txt --vocabulary 8000            # trains a tokenizer on the texts
-python tokenize_text.py *.txt --tokenizer tokenizer.json   # that of a model at Hugging Face
+python tokenize_text.py *.txt --tokenizer tokenizer.json   # the tokenizer of a Hugging Face model
 
 Nothing is downloaded. The last tenth of the tokens is for testing.
 """
@@ -55,7 +55,7 @@ def main():
         os.replace(unfinished, args.data_dir / "train.bin")
         if tokenizer:
             tokenizer.save(str(args.data_dir / "tokenizer.json"))
-    except Exception as error:  # the library tokenizers raises Exception itself
+    except Exception as error:  # the library `tokenizers` raises plain Exception
         parser.error(" ".join(str(error).split()))
     print(f"{cut} tokens to train with, {len(tokens) - cut} to test with. The flags of train.py:")
     vocabulary = tokenizer.get_vocab_size() if tokenizer else 256

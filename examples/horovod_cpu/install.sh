@@ -1,7 +1,7 @@
 #!/bin/bash
 # Install Horovod into the active environment, after: pip install -r requirements.txt
-# Its last release does not compile with today's PyTorch and TensorFlow. So this changes some lines
-# of its source and builds a wheel, once (2 to 8 minutes). The wheel stays in
+# Its last release does not compile with today's PyTorch and TensorFlow. So this script changes some
+# lines of its source and builds a wheel, once (2 to 8 minutes). The wheel stays in
 # ~/.cache/horovod-wheels, for the next environment with the same PyTorch (or TensorFlow, if
 # requirements.txt names that), Python and MPI. HOROVOD_WITHOUT_MPI=1 builds one for Gloo alone.
 # Without the internet: bash install.sh FILE. FILE is Horovod's source, horovod-0.28.1.tar.gz, with
@@ -10,7 +10,7 @@ set -euo pipefail
 
 version=0.28.1
 sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
-recipe=3  # raise it when what is built below changes: no older wheel is taken from the cache then
+recipe=3  # raise this when the build below changes: older wheels in the cache are then not used
 cache="${XDG_CACHE_HOME:-$HOME/.cache}/horovod-wheels"
 framework=torch cxx_standard=20 cxx_header=concepts  # what PyTorch's headers need
 ! grep -q ^tensorflow "$(dirname "$0")/requirements.txt" ||
@@ -61,7 +61,7 @@ check_tools() {
             "or dnf install python3-devel; conda's python has it"
 }
 
-change() {  # OLD NEW FILE...: one line of each file
+change() {  # OLD NEW FILE...: change OLD to NEW, in one line of each file
     local file
     for file in "${@:3}"; do
         [[ "$(grep -c -- "$1" "$file")" == 1 ]] ||
@@ -74,7 +74,7 @@ build() {
     local work="$1" from=() tools=('setuptools==79.0.1' 'wheel==0.45.1')
     [[ ! "$file" ]] || from=(--no-index --find-links "${file%/*}")
     echo "horovod==$version --hash=sha256:$sha256" >"$work/source.txt"
-    export PYTHONPATH="$work/tools"  # for the build alone: the environment keeps its own setuptools
+    export PYTHONPATH="$work/tools"  # only for the build: the environment keeps its own setuptools
     if ! { "$python" -m pip install --quiet "${from[@]}" --target "$work/tools" "${tools[@]}" &&
         "$python" -m pip download --quiet "${from[@]}" --no-deps --no-binary :all: \
             --no-build-isolation --require-hashes --dest "$work" \
@@ -88,26 +88,26 @@ build() {
     if [[ "$framework" == torch ]]; then
         change 'set(CMAKE_CXX_STANDARD 14)' 'set(CMAKE_CXX_STANDARD 20)' \
             CMakeLists.txt horovod/torch/CMakeLists.txt
-        # For CPU, whatever torch is: otherwise it would want the whole CUDA toolkit.
+        # Build for the CPU, also with a torch for CUDA: otherwise it needs the CUDA toolkit.
         change 'print(True if ((torch.version.cuda is not None).* else False)' 'print(False)' \
             cmake/Modules/FindPytorch.cmake
         export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1
     else
-        # Gloo is built twice; and TensorFlow's wheel lacks the headers for XLA.
+        # Without this Gloo is built twice. TensorFlow's wheel lacks the headers for XLA.
         change 'y(third_party\/gloo)' 'y(third_party\/gloo EXCLUDE_FROM_ALL)' CMakeLists.txt
         change 'list(.*xla_mpi_ops.cc")' '' horovod/tensorflow/CMakeLists.txt
         export HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1
     fi
-    # Without symbols for debuggers: a sixth less to compile.
+    # Without debug symbols: the compiler has a sixth less to do.
     change "else 'RelWithDebInfo'" "else 'Release'" setup.py
     change '^from distutils.spawn import find_executable' \
         'from shutil import which as find_executable' \
         horovod/runner/js_run.py  # distutils is gone since Python 3.12
-    # Both are assigned to, which a newer GCC refuses.
+    # The code assigns to both members. Newer versions of GCC refuse that for const.
     local flatbuffers=third_party/flatbuffers/include/flatbuffers/stl_emulation.h
     change 'pointer const data_;' 'pointer data_;' "$flatbuffers"
     change 'const size_type count_;' 'size_type count_;' "$flatbuffers"
-    # Since GCC 13 no other header includes these.
+    # Since GCC 13 other headers do not include these.
     export CXXFLAGS="${CXXFLAGS:-} -include string -include cstdint -include stdexcept"
     export HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_GLOO=1 MAKEFLAGS="${MAKEFLAGS:--j$(nproc)}"
     export CMAKE_POLICY_VERSION_MINIMUM=3.5  # for the old bundled projects under CMake 4
@@ -136,7 +136,7 @@ fi
 [[ "$file" == *.whl ]] || file="$(echo "$folder"/*.whl)"
 "$python" -m pip install --quiet --no-deps --force-reinstall "$file" ||
     fail "$file was not installed, see above"
-cd /  # so that no folder called horovod is found instead
+cd /  # so that Python does not import a folder called horovod instead
 sum="$(horovodrun --gloo -np 2 python -c "
 import horovod.$framework as hvd
 hvd.init()

@@ -1,4 +1,4 @@
-"""What a long run needs besides the training: checks, whole files, checkpoints, and its end.
+"""What a long run needs besides the training: checks, whole files, checkpoints, a clean end.
 
 All processes of a run call these functions together, except positive, alive, fail, seed, describe
 and wish; rank 0 alone calls lock and find_checkpoint. Nothing here knows who started the processes.
@@ -23,7 +23,7 @@ import zlib
 import numpy as np
 
 torch = sys.modules.get("torch")  # None if train.py has not imported it (TensorFlow)
-RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # what PyTorch's schedulers keep in a group
+RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # rates that PyTorch keeps in a parameter group
 GO_ON, SAVE, STOP = range(3)  # what `wish` answers after a step
 rank, size = int(os.environ.get("RANK", 0)), 1  # this process's number; number of processes
 gather_into, leave = (lambda values, value: values.__setitem__(0, value)), sys.exit
@@ -31,16 +31,16 @@ last_save = time.monotonic()
 
 
 def positive(text, least=1):
-    """Return a whole number of 1 or more; argparse turns ValueError into one line."""
+    """Return a whole number, at least `least`; argparse turns ValueError into one line."""
     if int(text) < least:
         raise ValueError
     return int(text)
 
 
 def prepare(args, my_rank, world_size, gather, leave_group):
-    """Prepare this process before it joins the others; refuse the CPU in a job that has GPUs.
+    """Prepare this process for a long run; refuse to train on the CPU in a job that has GPUs.
 
-    gather(values, value), which all processes call, fills the list with the values of all ranks.
+    gather(values, value) fills the list with the values of all ranks; end() calls leave_group().
     """
     global rank, size, gather_into, leave
     rank, size, gather_into, leave = my_rank, world_size, gather, leave_group
@@ -49,8 +49,8 @@ def prepare(args, my_rank, world_size, gather, leave_group):
     alive(args.timeout)  # joining the others takes at most --timeout
     libc = ctypes.CDLL(None)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this process ends when its launcher ends
-    # Keep freed memory for the next step, which makes steps on CPUs a fifth faster.
-    libc.mallopt(-3, 2**30) or libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD; old glibc's maximum
+    # Keep freed memory for the next step: this makes steps on CPUs a fifth faster.
+    libc.mallopt(-3, 2**30) or libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD; maximum of old glibc
     libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     has_gpus = os.environ.get("SLURM_GPUS_ON_NODE", "0") not in ("", "0")
     if torch and has_gpus and not torch.cuda.is_available() and os.environ.get("ALLOW_CPU") != "1":
@@ -59,7 +59,7 @@ def prepare(args, my_rank, world_size, gather, leave_group):
 
 
 def alive(seconds):
-    """End this process, with its stacks, unless it calls this again in time; None: no limit."""
+    """End this process and print its stacks unless it calls alive again in time; None: no limit."""
     faulthandler.cancel_dump_traceback_later()
     if seconds:
         faulthandler.dump_traceback_later(seconds, exit=True)
@@ -75,13 +75,13 @@ def seed(*numbers):
 
 
 def fail(message, together=False):
-    """Print one line and end with status 2; together: all processes do, and rank 0 prints."""
+    """Print one line and end with status 2; together: all processes call it, and rank 0 prints."""
     line = f"train.py: error: {message}"
     if rank > 0 and not together:
-        time.sleep(2)  # rank 0 has most often failed, too: its line is enough
+        time.sleep(2)  # rank 0 has usually failed, too: its line is enough
     if rank == 0 or not together:
         print(line, file=sys.stderr, flush=True)
-    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints its content last
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints this file at the end
         with open(report, "w") as file:
             json.dump({"message": line, "timestamp": int(time.time())}, file)
     if together:
@@ -90,7 +90,7 @@ def fail(message, together=False):
 
 
 def gather(value):
-    """Return the values that all processes pass, in a list by rank."""
+    """Return the values that all processes pass, as a list in the order of the ranks."""
     values = [None] * size
     gather_into(values, value)
     return values
@@ -106,12 +106,12 @@ def lock(folder):
     """Lock the folder until this process ends; return an error message, or None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)  # it must stay open
+        file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)  # the file must stay open
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return f"another run is writing to --output-dir {folder}: wait, or choose another folder"
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # there are no locks
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # no locks available
             return f"cannot write to --output-dir {folder} ({error.strerror}): choose another one"
     for unfinished in folder.glob(".*.unfinished"):  # a run was killed while it wrote this file
         unfinished.unlink(missing_ok=True)
@@ -141,7 +141,7 @@ def describe(args, stateful, data_sets):
     for name, part in zip(("training", "test"), data_sets, strict=True):
         labels, known = getattr(part, "labels", getattr(part, "targets", None)), 0
         with contextlib.suppress(Exception):  # only labels that are numbers in memory are compared
-            labels[0] + 0  # raises for a text
+            labels[0] + 0  # raises an error for a text
             values = labels.cpu() if hasattr(labels, "cpu") else labels
             known = zlib.crc32(np.ascontiguousarray(values))
         size = len(part) if hasattr(part, "__len__") else "an unknown number of"
@@ -167,7 +167,7 @@ def find_checkpoint(args, run):
     if not args.resume:
         return None, f"{path} is from an earlier run: add --resume to continue it, {other}"
     try:
-        if changed := zipfile.ZipFile(path).testzip():  # torch.load does not check the sums
+        if changed := zipfile.ZipFile(path).testzip():  # torch.load does not check checksums
             raise ValueError(f"{changed} has changed")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         before = checkpoint["progress"]["run"].items()
@@ -181,9 +181,9 @@ def find_checkpoint(args, run):
 
 
 def load_checkpoint(args, stateful, progress):
-    """Load the parts of the checkpoint into `stateful`; return the progress, or None without one.
+    """Load a checkpoint into `stateful`; return its progress, or None if there is no checkpoint.
 
-    Rank 0 tests the file before the others read it. Saved rates are scaled to the current --lr.
+    Rank 0 tests the file before the others read it. Saved learning rates are scaled to --lr.
     """
     checkpoint, error = find_checkpoint(args, progress["run"]) if rank == 0 else (None, None)
     agree(error)
@@ -202,7 +202,7 @@ def load_checkpoint(args, stateful, progress):
 
 
 def check(trained, progress):
-    """End the run if a loss or weight is not finite, or if the trained tensors differ by rank."""
+    """End the run if a loss or weight is not finite, or if trained tensors differ between ranks."""
     table = []  # for each tensor: the sum, and the sum of absolute values
     for weight in trained:
         weight = torch.view_as_real(weight) if weight.is_complex() else weight
@@ -213,7 +213,7 @@ def check(trained, progress):
     finite = all(map(math.isfinite, [*losses, *(total for _, total in table)]))
     wrong = f"loss or weights are not finite after step {progress['step']}: nothing is saved"
     agree(None if finite else f"{wrong}; lower --lr, or look at the data")
-    tables = np.array(gather(table)).reshape(size, -1, 2)  # ptp: the largest minus the smallest
+    tables = np.array(gather(table)).reshape(size, -1, 2)  # ptp: largest minus smallest value
     apart = np.ptp(tables, axis=0).max(1) > 1e-4 * tables[:, :, 1].max(0)
     if apart.any() and os.environ.get("ALLOW_OTHER_WEIGHTS") != "1":
         wrong = f"weights of shape {tuple(trained[apart.argmax()].shape)} differ between the ranks"
@@ -228,7 +228,7 @@ def save_checkpoint(args, stateful, progress):
     check([weight for group in groups for weight in group["params"]], progress)
     state = {name: part.state_dict() for name, part in stateful.items()}
     state |= {"progress": progress, "lr": args.lr}
-    for row in progress["history"]:  # numbers of NumPy or tensors become those of Python
+    for row in progress["history"]:  # numbers in NumPy or in tensors become Python numbers
         row |= {name: value.item() for name, value in row.items() if hasattr(value, "item")}
     if history := progress["history"]:
         names = list(dict.fromkeys(name for row in history for name in row))
@@ -247,7 +247,7 @@ def save_checkpoint(args, stateful, progress):
 
 
 def record(args, what, **facts):
-    """Add a start or a stop to run.json, which says how this run was made."""
+    """Add a start or a stop to run.json, which records how this run was made."""
     path = args.output_dir / "run.json"
     run = json.loads(path.read_text()) if rank == 0 and path.exists() else {}
     run |= {"command": sys.argv, "settings": vars(args), "torch": torch and torch.__version__}
@@ -257,7 +257,7 @@ def record(args, what, **facts):
 
 
 def start(args, what, where, data_sets, stateful, progress):
-    """Load the checkpoint, if there is one; print what this run is; return its progress."""
+    """Load the checkpoint, if there is one; print a line about this run; return its progress."""
     progress["run"] = describe(args, stateful, data_sets)
     progress = load_checkpoint(args, stateful, progress) or progress
     hosts = gather(os.uname().nodename)
@@ -274,8 +274,8 @@ def start(args, what, where, data_sets, stateful, progress):
 
 
 def wish(args):
-    """Return what rank 0 wants after a step: GO_ON, SAVE (--checkpoint-every) or STOP."""
-    if rank == 0 and (args.output_dir / "stop").exists():  # job.sh makes it, and so can you
+    """Return GO_ON, SAVE (--checkpoint-every) or STOP; rank 0's answer is for all processes."""
+    if rank == 0 and (args.output_dir / "stop").exists():  # job.sh makes this file, and so can you
         return STOP
     minutes = getattr(args, "checkpoint_every", None)
     return SAVE if minutes and time.monotonic() - last_save >= 60 * minutes else GO_ON
@@ -294,7 +294,7 @@ def end(args, progress, how, model="model.pt"):
         stop = args.output_dir / "stop"
         if stop.exists():  # job.sh looks for the file `stopped`, and requeues the job
             stop.rename(args.output_dir / how)
-    gather(None)  # no process leaves before rank 0 is done
+    gather(None)  # no process ends before rank 0 is done
     leave()
     sys.stdout.flush()
-    os._exit(0)  # at once: Gloo can abort a process while Python shuts down (PyTorch 2.15)
+    os._exit(0)  # skip Python's clean-up, in which Gloo sometimes aborts (PyTorch 2.15)

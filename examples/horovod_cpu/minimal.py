@@ -32,7 +32,7 @@ def train_one_epoch(model, train_loader, optimizer):
         sums[1] += len(labels)
         optimizer.step()  # horovod: first waits until all gradients are averaged
         optimizer.zero_grad()
-    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: over all; each has to call this
+    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes; each must call this
     return (sums[0] / sums[1]).item()
 
 
@@ -48,28 +48,28 @@ def evaluate(model, test_loader):
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
         sums[2] += len(labels)
-    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: over all; each has to call this
+    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes; each must call this
     return (sums[:2] / sums[2]).tolist()
 
 
 def main():
     """Train as one of the processes that horovodrun or srun has started."""
     hvd.init()  # horovod: waits for all processes and connects them
-    rank, world_size = hvd.rank(), hvd.size()  # horovod: my number, from 0; how many
+    rank, world_size = hvd.rank(), hvd.size()  # horovod: number of this process, from 0, and of all
     if "OMP_NUM_THREADS" not in os.environ:  # share the cores that this job may use
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
 
     train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
-    # horovod: shuffled parts of equal length: a process with one step more would hang
+    # horovod: shuffled parts of equal length; a process with one more step would hang
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
     extra = {"collate_fn": data.collate}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
-    # horovod: each test sample once; a DistributedSampler would repeat some or leave some out
+    # horovod: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
 
-    torch.manual_seed(SEED + rank)  # horovod: each process drops other units
+    torch.manual_seed(SEED + rank)  # horovod: dropout differs by process
     model = ConvNet()
     optimizer = torch.optim.AdamW(model.parameters(), LR)
     # horovod: averages the gradients over all processes before each step

@@ -36,27 +36,27 @@ def parse_args():
     add("--global-batch", type=positive, help="samples per step; sets --batch-size")
     add("--fp16-allreduce", action="store_true", help="send gradients as 16-bit numbers")
     add("--lr", type=float, default=1e-3, help="learning rate")
-    add("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by processes, or their root")
-    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
+    add("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by world size, or its root")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
     add("--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="bf16: mixed")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
     add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
+    add("--limit-steps", type=positive, help="steps and test batches per epoch, for a short trial")
     return parser.parse_args()
 
 
 def gather(values, value):
     """Fill the list with the values of all ranks, for longrun.py."""
-    values[:] = hvd.allgather_object(value, name="gather")  # horovod: all have to use one name
+    values[:] = hvd.allgather_object(value, name="gather")  # horovod: all must use the same name
 
 
 def setup(args):
     """Join the other processes; return this process's rank and the world size."""
-    # horovod: sends each gradient alone; fused, the order of a sum would depend on the timing
+    # horovod: sends each gradient alone; with fusion the order of a sum depends on the timing
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
-    os.environ.setdefault("HOROVOD_CYCLE_TIME", "5")  # ms between looks for gradients to send
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "5")  # ms between two rounds of sending gradients
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(10 * args.timeout)
     longrun.alive(args.timeout)  # joining the others takes at most --timeout
     hvd.init()  # horovod: waits for all processes and connects them
@@ -110,8 +110,8 @@ def train_one_epoch(args, model, batches, stateful, progress):
         scheduler.step()
         optimizer.zero_grad()
         progress["step"] += 1
-        longrun.alive(args.timeout)  # ends this process unless it calls this again in time
-    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: over all; each has to call this
+        longrun.alive(args.timeout)  # ends the process if the next call comes too late
+    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes; each must call this
     return (sums[0] / sums[1]).item()
 
 
@@ -128,7 +128,7 @@ def evaluate(args, model, test_loader):
         sums[1] += (logits.argmax(1) == labels).sum()
         sums[2] += len(labels)
         longrun.alive(args.timeout)
-    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: over all; each has to call this
+    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes; each must call this
     return (sums[:2] / sums[2]).tolist()
 
 
@@ -144,42 +144,42 @@ def save_checkpoint(args, stateful, progress):
 def main(args):
     """Train as one of the processes that horovodrun, mpirun or srun has started."""
     rank, world_size = setup(args)
-    # Data: replace these lines by your data sets; any torch.utils.data.Dataset will do.
+    # Data: replace these lines with your data sets; any torch.utils.data.Dataset works.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
         longrun.fail(error)
-    # horovod: shuffled parts of equal length: a process with one step more would hang
+    # horovod: shuffled parts of equal length; a process with one more step would hang
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     steps = min(len(sampler) // args.batch_size, args.limit_steps or len(train_set))
     if not steps:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
     extra = {"collate_fn": data.collate}
-    # horovod: each test sample once; a DistributedSampler would repeat some or leave some out
+    # horovod: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, args.batch_size, **extra)
 
-    # Model: replace it by yours.
+    # Model: replace it with yours.
     torch.manual_seed(args.seed)
     model = ConvNet()
     model = model.double() if args.precision == "fp64" else model
     optimizer = distribute(args, model, torch.optim.AdamW(model.parameters(), args.lr))
-    # The learning rate rises during the warm-up; put another scheduler of PyTorch here.
+    # The learning rate rises during the warm-up; put another PyTorch scheduler here.
     scheduler = LambdaLR(optimizer, lambda step: min(1, (step + 1) / (args.warmup_steps + 1)))
-    # What a checkpoint has: add all that your training changes, such as averaged weights.
+    # A checkpoint contains these: add all that your training changes, such as averaged weights.
     stateful = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     progress = {"step": 0, "history": []}  # optimizer steps of the run, and rows of metrics.csv
     what = f"{type(model).__name__} on {args.dataset}"
     where = "mpi on cpu" if hvd.mpi_enabled() else "gloo on cpu"
     progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)
-    if progress["step"]:  # horovod: this call would take a step to create a state, if there is none
+    if progress["step"]:  # horovod: without a state this call would take a step to create one
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # horovod: rank 0's weights to all
 
     for epoch in range(len(progress["history"]), args.epochs):
         sampler.set_epoch(epoch)  # horovod: another order in each epoch, the same in all processes
-        longrun.seed(args.seed, epoch, rank)  # for the loader's workers, if it has some
+        longrun.seed(args.seed, epoch, rank)  # for the loader's workers, if it has any
         train_loader = DataLoader(
             train_set, args.batch_size, sampler=sampler, drop_last=True, **extra
         )

@@ -36,8 +36,8 @@ class LitConvNet(L.LightningModule):
         return hvd.DistributedOptimizer(optimizer, named_parameters=self.named_parameters())
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
-        # lightning: calls this closure, which computes the gradients, within step() by default:
-        # Horovod would have waited for the gradients before, and they would not be averaged
+        # lightning: by default step() calls this closure, which computes the gradients. Horovod
+        # waits for gradients before step(), so they would not be averaged.
         optimizer_closure()
         optimizer.step()  # horovod: first waits until all gradients are averaged
 
@@ -76,31 +76,31 @@ class LitConvNet(L.LightningModule):
 def main():
     """Train as one of the processes that horovodrun or srun has started."""
     hvd.init()  # horovod: waits for all processes and connects them
-    rank, world_size = hvd.rank(), hvd.size()  # horovod: my number, from 0; how many
+    rank, world_size = hvd.rank(), hvd.size()  # horovod: number of this process, from 0, and of all
     if "OMP_NUM_THREADS" not in os.environ:  # share the cores that this job may use
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=1,  # of this process: Horovod has started the others
-        plugins=[LightningEnvironment()],  # lightning: do not look at SLURM's variables
+        devices=1,  # this process alone: horovodrun or srun starts the others
+        plugins=[LightningEnvironment()],  # lightning: ignore SLURM's variables
         max_epochs=EPOCHS,
-        num_sanity_val_steps=0,  # these four are off for a short output
+        num_sanity_val_steps=0,  # this option and the next three keep the output short
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
 
     train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
-    # horovod: shuffled parts of equal length: a process with one step more would hang
+    # horovod: shuffled parts of equal length; a process with one more step would hang
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
     extra = {"collate_fn": data.collate}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
-    # horovod: each test sample once; a DistributedSampler would repeat some or leave some out
+    # horovod: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
 
-    torch.manual_seed(SEED + rank)  # horovod: each process drops other units
+    torch.manual_seed(SEED + rank)  # horovod: dropout differs by process
     model = LitConvNet()
     trainer.fit(model, train_loader, test_loader)
     if rank == 0:  # horovod: all processes have the same weights; one writes them

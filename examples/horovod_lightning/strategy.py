@@ -1,4 +1,4 @@
-"""How Horovod joins the processes, and how Lightning knows them and writes checkpoints."""
+"""How Horovod joins the processes, and how Lightning uses Horovod and writes checkpoints."""
 
 import os
 from pathlib import Path
@@ -15,14 +15,14 @@ import longrun
 
 def gather(values, value):
     """Fill the list with the values of all ranks, for longrun.py."""
-    values[:] = hvd.allgather_object(value, name="gather")  # horovod: all have to use one name
+    values[:] = hvd.allgather_object(value, name="gather")  # horovod: all must use the same name
 
 
 def setup(args):
     """Join the other processes; return this process's rank and the world size."""
-    # horovod: sends each gradient alone; fused, the order of a sum would depend on the timing
+    # horovod: sends each gradient alone; with fusion the order of a sum depends on the timing
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
-    os.environ.setdefault("HOROVOD_CYCLE_TIME", "5")  # ms between looks for gradients to send
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "5")  # ms between two rounds of sending gradients
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(10 * args.timeout)
     longrun.alive(args.timeout)  # joining the others takes at most --timeout
     hvd.init()  # horovod: waits for all processes and connects them
@@ -41,7 +41,7 @@ def setup(args):
 
 
 class HorovodStrategy(ParallelStrategy):
-    """What the Trainer asks for when it trains with several processes; longrun.py writes files."""
+    """What the Trainer needs in order to train with several processes; longrun.py writes files."""
 
     global_rank = property(lambda self: hvd.rank())
     local_rank = property(lambda self: hvd.local_rank())
@@ -51,7 +51,7 @@ class HorovodStrategy(ParallelStrategy):
     is_distributed = True  # lightning: otherwise self.log(..., sync_dist=True) has no effect
 
     def __init__(self):
-        # lightning: one process here, whatever SLURM_* says; Horovod connects it with the others
+        # lightning: ignore SLURM_*, and see one process; Horovod connects it with the others
         super().__init__(cluster_environment=LightningEnvironment())
 
     def setup_environment(self):
@@ -66,24 +66,24 @@ class HorovodStrategy(ParallelStrategy):
             return tensor
         operations = {"sum": hvd.Sum, "mean": hvd.Average, "avg": hvd.Average}
         operations |= {"min": hvd.Min, "max": hvd.Max}
-        # It is a word such as "sum", or torch.distributed's ReduceOp.SUM.
+        # reduce_op is a word such as "sum", or torch.distributed's ReduceOp.SUM.
         return hvd.allreduce(tensor, op=operations[str(reduce_op).lower().rpartition(".")[2]])
 
     def all_gather(self, tensor, group=None, sync_grads=False):
         return hvd.allgather(tensor.unsqueeze(0))  # (world_size, ...)
 
     def broadcast(self, obj, src=0):
-        return hvd.broadcast_object(obj, src, name="object")  # horovod: all have to use one name
+        return hvd.broadcast_object(obj, src, name="object")  # horovod: all must use the same name
 
     def barrier(self, name=None):
         hvd.barrier()
 
     def save_checkpoint(self, checkpoint, filepath, storage_options=None):
-        """Write what the Trainer has collected, a dict; it calls this in all processes."""
+        """Write the Trainer's checkpoint, a dict; the Trainer calls this in all processes."""
         if Path(filepath).name != "checkpoint.pt":  # of a ModelCheckpoint that you have added
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         module = self.lightning_module
         longrun.check([w for w in module.parameters() if w.requires_grad], module.progress)
-        # longrun.py asks each part for its state_dict(), and here the parts are the states
+        # longrun.py calls state_dict() of each part; here the parts already are state dicts
         parts = {n: SimpleNamespace(state_dict=lambda part=p: part) for n, p in checkpoint.items()}
         return longrun.save_checkpoint(module.args, parts, module.progress)

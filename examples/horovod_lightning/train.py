@@ -37,15 +37,15 @@ def parse_args():
     add("--batch-size", type=positive, default=64, help="samples per batch of each process")
     add("--global-batch", type=positive, help="samples per step; sets --batch-size")
     add("--lr", type=float, default=1e-3, help="learning rate")
-    add("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by processes, or their root")
-    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
+    add("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by world size, or its root")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
     add("--precision", choices=tuple(PRECISIONS), default="fp32", help="bf16: mixed")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
     add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
-    add("--logger", choices=("CSVLogger", "TensorBoardLogger"), help="log with this one, too")
+    add("--limit-steps", type=positive, help="steps and test batches per epoch, for a short trial")
+    add("--logger", choices=("CSVLogger", "TensorBoardLogger"), help="also log with this logger")
     return parser.parse_args()
 
 
@@ -66,21 +66,21 @@ class LitConvNet(L.LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), self.args.lr)
         # horovod: averages the gradients over all processes before each step
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=self.named_parameters())
-        # The learning rate rises during the warm-up; put another scheduler of PyTorch here.
+        # The learning rate rises during the warm-up; put another PyTorch scheduler here.
         warmup = self.args.warmup_steps
         scheduler = LambdaLR(optimizer, lambda step: min(1, (step + 1) / (warmup + 1)))
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
-        # lightning: calls this closure, which computes the gradients, within step() by default:
-        # Horovod would have waited for the gradients before, and they would not be averaged
+        # lightning: by default step() calls this closure, which computes the gradients. Horovod
+        # waits for gradients before step(), so they would not be averaged.
         optimizer_closure()
         optimizer.step()  # horovod: first waits until all gradients are averaged
 
-    def setup(self, stage):  # lightning: it has read no checkpoint yet
+    def setup(self, stage):  # lightning: no checkpoint has been read yet
         args, what = self.args, f"{type(self.model).__name__} on {self.args.dataset}"
         where = "mpi on cpu" if hvd.mpi_enabled() else "gloo on cpu"
-        # What is compared, and loaded, of a checkpoint. lightning: loads it again, with the rest.
+        # longrun.py compares and loads the model. lightning: loads the whole checkpoint later.
         stateful = {"state_dict": self}
         self.progress = longrun.start(args, what, where, self.data_sets, stateful, self.progress)
         hvd.broadcast_parameters(self.state_dict(), root_rank=0)  # horovod: rank 0's weights to all
@@ -88,25 +88,25 @@ class LitConvNet(L.LightningModule):
         longrun.alive(None)  # the first step has no time limit: it may compile kernels
 
     def on_train_start(self):
-        # A resume with another --lr takes effect. lightning: has loaded the rates of before.
+        # lightning: has loaded the saved learning rates. Scale them if --lr is another one.
         before, self.progress["lr"] = self.progress["lr"], self.args.lr
         factor = self.args.lr / before if before else 1
         for group in self.optimizers().param_groups:
             group |= {name: group[name] * factor for name in longrun.RATES if name in group}
         scheduler = self.lr_schedulers()
-        if hasattr(scheduler, "base_lrs"):  # not all of PyTorch's schedulers have them
+        if hasattr(scheduler, "base_lrs"):  # some PyTorch schedulers do not have them
             scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
 
     def on_train_epoch_start(self):
-        # horovod: rank 0 decides whether all stop; each has to call this, or others hang
+        # horovod: rank 0 decides whether all stop; each must call this, or the others hang
         answer = self.trainer.strategy.broadcast(longrun.wish(self.args))
-        if answer == longrun.STOP and hasattr(self, "start"):  # never without a new checkpoint
+        if answer == longrun.STOP and hasattr(self, "start"):  # only after a checkpoint is saved
             longrun.end(self.args, self.progress, "stopped")  # job.sh requeues the job
         self.start = time.perf_counter()
         self.sums = torch.zeros(2, dtype=torch.double)  # loss, samples
 
     def training_step(self, batch, number):
-        # horovod: each process and batch gets its own random numbers (dropout)
+        # horovod: each process and batch gets its own random numbers (dropout), also after a resume
         longrun.seed(self.args.seed, self.current_epoch, number, self.global_rank)
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
@@ -115,7 +115,7 @@ class LitConvNet(L.LightningModule):
         return loss  # lightning: calls backward(), in which Horovod starts to send the gradients
 
     def on_train_batch_end(self, *_):
-        longrun.alive(self.args.timeout)  # ends this process unless it calls this again in time
+        longrun.alive(self.args.timeout)  # ends the process if the next call comes too late
 
     def on_validation_start(self):
         self.sums = hvd.allreduce(self.sums, op=hvd.Sum)  # horovod: sum over all processes
@@ -148,12 +148,12 @@ class LitConvNet(L.LightningModule):
 def main(args):
     """Train as one of the processes that horovodrun or srun has started."""
     rank, world_size = setup(args)
-    # lightning: saves the state of model, optimizer, scheduler, loops and callbacks at each epoch
+    # lightning: after each epoch saves the model, optimizer, scheduler, loops and callbacks
     saving = ModelCheckpoint(args.output_dir, "checkpoint", enable_version_counter=False)
     saving.FILE_EXTENSION = ".pt"  # job.sh and longrun.py look for checkpoint.pt
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=1,  # of this process: Horovod has started the others
+        devices=1,  # this process alone: horovodrun or srun starts the others
         strategy=HorovodStrategy(),
         callbacks=[saving],
         precision=PRECISIONS[args.precision],
@@ -162,23 +162,23 @@ def main(args):
         limit_val_batches=args.limit_steps,
         logger=getattr(L.pytorch.loggers, args.logger)(args.output_dir) if args.logger else False,
         use_distributed_sampler=False,  # lightning: its sampler would repeat test samples
-        num_sanity_val_steps=0,  # a restart would have to wait for it
-        enable_progress_bar=False,  # it would fill a log file
+        num_sanity_val_steps=0,  # a check before training, which each restart would repeat
+        enable_progress_bar=False,  # a bar would fill the log file
         enable_model_summary=False,
     )
-    # Data: replace these lines by your data sets; any torch.utils.data.Dataset will do.
+    # Data: replace these lines with your data sets; any torch.utils.data.Dataset works.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
         longrun.fail(error)
-    # horovod: shuffled parts of equal length: a process with one step more would hang
+    # horovod: shuffled parts of equal length; a process with one more step would hang
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     if len(sampler) < args.batch_size:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
     extra = {"collate_fn": data.collate}
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **extra)
-    # horovod: each test sample once; a DistributedSampler would repeat some or leave some out
+    # horovod: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, args.batch_size, **extra)
 

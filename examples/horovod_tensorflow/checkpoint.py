@@ -1,4 +1,4 @@
-"""What longrun.py does for PyTorch: checkpoint.npz, a NumPy file with the variables of a run.
+"""Save and load checkpoint.npz, a NumPy file of all variables; longrun.py does it for PyTorch.
 
 All processes of a run call start and save together.
 """
@@ -20,7 +20,7 @@ import longrun
 
 def gather(values, value):
     """Fill the list with the values of all ranks, for longrun.py."""
-    values[:] = hvd.allgather_object(value, name="gather")  # horovod: all have to use one name
+    values[:] = hvd.allgather_object(value, name="gather")  # horovod: all must use the same name
 
 
 def find(args, run):
@@ -37,7 +37,7 @@ def find(args, run):
     if not args.resume:
         return None, f"{path} is from an earlier run: add --resume to continue it, {other}"
     try:
-        with np.load(path) as file:  # it checks the sums
+        with np.load(path) as file:  # NumPy checks the checksums
             found = dict(file)
         progress = json.loads(str(found["progress"]))
         before = progress["run"].items()
@@ -51,16 +51,16 @@ def find(args, run):
 
 
 def start(args, name, data_sets, variables, progress):
-    """Load the checkpoint, if there is one; print what this run is; return its progress."""
+    """Load the checkpoint, if there is one; print a line about this run; return its progress."""
     shapes = zlib.crc32(repr([tuple(variable.shape) for variable in variables]).encode())
     progress["run"] = longrun.describe(args, {}, data_sets)
     progress["run"]["a model of"] = f"{len(variables)} variables (shapes {shapes:08x})"
     found, error = find(args, progress["run"]) if hvd.rank() == 0 else (None, None)
     longrun.agree(error)
-    # horovod: rank 0 has read the file, and tells all processes
+    # horovod: rank 0 has read the file, and sends its progress to all processes
     progress = hvd.broadcast_object(found["progress"] if found else progress, name="progress")
     for number, variable in enumerate(variables if found else []):
-        variable.assign(found[f"{number:04}"])  # train.py sends them to the others
+        variable.assign(found[f"{number:04}"])  # train.py sends them to the other processes
     hosts = longrun.gather(os.uname().nodename)
     facts = {"tensorflow": tf.__version__, "commit": os.environ.get("COMMIT")}
     longrun.record(args, "starts", step=progress["step"], hosts=hosts, **facts)
@@ -83,7 +83,7 @@ def save(args, variables, progress):
     losses = [last["train_loss"], last["test_loss"], *np.ravel(table)]
     wrong = f"loss or weights are not finite after step {progress['step']}: nothing is saved"
     longrun.agree(None if all(map(math.isfinite, losses)) else f"{wrong}; lower --lr")
-    tables = np.array(longrun.gather(table))  # ptp: the largest minus the smallest
+    tables = np.array(longrun.gather(table))  # ptp: largest minus smallest value
     if (np.ptp(tables, axis=0).max(1) > 1e-4 * tables[:, :, 1].max(0)).any():
         longrun.fail("weights differ between the ranks: nothing is saved", together=True)
     rows = [list(last), *(row.values() for row in progress["history"])]
@@ -102,6 +102,6 @@ def save(args, variables, progress):
 def save_model(model, file):
     """Write a model as Keras does, for keras.models.load_model, to an open file."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "model.keras")  # Keras writes to no other names
+        path = Path(folder, "model.keras")  # Keras accepts only this ending
         keras.saving.save_model(model, path)
         file.write(path.read_bytes())

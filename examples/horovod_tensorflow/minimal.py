@@ -9,7 +9,7 @@ Comments that begin with "horovod:" mark what a single process would not need.
 
 import os
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors, and a note that comes before
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # print errors only, and one note
 os.environ["KERAS_BACKEND"] = "tensorflow"  # whatever ~/.keras/keras.json says
 import horovod.tensorflow as hvd
 import keras
@@ -32,7 +32,7 @@ def make_steps(model, optimizer):
         """Take a step; return (loss times samples, samples) of this process's batch."""
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(losses(labels, model(images, training=True)))
-        tape = hvd.DistributedGradientTape(tape)  # horovod: changes gradient()
+        tape = hvd.DistributedGradientTape(tape)  # horovod: replaces gradient()
         gradients = tape.gradient(loss, weights)  # horovod: averages them over all processes
         optimizer.apply(gradients, model.trainable_variables)
         samples = tf.cast(len(labels), tf.float64)
@@ -56,14 +56,14 @@ def evaluate(model, test_step, test_set, part):
     sums = tf.zeros(3, tf.float64)  # loss, correct, samples
     for first in range(0, len(part), BATCH_SIZE):
         sums += test_step(*test_set[part[first : first + BATCH_SIZE]])
-    sums = hvd.allreduce(sums, op=hvd.Sum).numpy()  # horovod: over all; each has to call this
+    sums = hvd.allreduce(sums, op=hvd.Sum).numpy()  # horovod: sum over all; each process calls this
     return (sums[:2] / sums[2]).tolist()
 
 
 def main():
     """Train as one of the processes that horovodrun or srun has started."""
     hvd.init()  # horovod: waits for all processes and connects them
-    rank, world_size = hvd.rank(), hvd.size()  # horovod: my number, from 0; how many
+    rank, world_size = hvd.rank(), hvd.size()  # horovod: number of this process, from 0, and of all
     threads = max(1, len(os.sched_getaffinity(0)) // hvd.local_size())  # share the cores
     threads = int(os.environ.get("OMP_NUM_THREADS", threads))
     tf.config.threading.set_intra_op_parallelism_threads(threads)
@@ -71,24 +71,24 @@ def main():
     tf.config.experimental.enable_op_determinism()  # the same bits in each run
 
     train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
-    steps = len(train_set) // world_size // BATCH_SIZE  # horovod: as many in each process
+    steps = len(train_set) // world_size // BATCH_SIZE  # horovod: the same number in each process
     test_part = range(rank, len(test_set), world_size)  # horovod: each test sample once
 
     keras.utils.set_random_seed(SEED)
     model = ConvNet()
     optimizer = keras.optimizers.AdamW(LR, weight_decay=0.01, epsilon=1e-8)
     optimizer.build(model.trainable_variables)
-    # horovod: rank 0's weights to all; `value` is TensorFlow's variable in that of Keras
+    # horovod: sends rank 0's weights to all; `value` is TensorFlow's variable in Keras's
     hvd.broadcast_variables([variable.value for variable in model.variables], root_rank=0)
     train_step, test_step = make_steps(model, optimizer)
     for epoch in range(EPOCHS):
-        # horovod: another order in each epoch, the same in all processes, and a part of it for each
+        # horovod: another order in each epoch, the same in all processes; each takes its part
         order = np.random.default_rng([SEED, epoch]).permutation(len(train_set))
         part = order[rank::world_size][: steps * BATCH_SIZE]
         sums = tf.zeros(2, tf.float64)  # loss, samples
         for indices in part.reshape(steps, BATCH_SIZE):
             sums += train_step(*train_set[indices])
-        sums = hvd.allreduce(sums, op=hvd.Sum).numpy()  # horovod: over all processes
+        sums = hvd.allreduce(sums, op=hvd.Sum).numpy()  # horovod: sum over all processes
         test_loss, accuracy = evaluate(model, test_step, test_set, test_part)
         if rank == 0:
             printed = f"train loss {sums[0] / sums[1]:.4f}, test loss {test_loss:.4f}"

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors, and a note that comes before
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # print errors only, and one note
 os.environ["KERAS_BACKEND"] = "tensorflow"  # whatever ~/.keras/keras.json says
 sys.dont_write_bytecode = True  # AutoGraph would leave dozens of files in /tmp/__pycache__
 import horovod.tensorflow as hvd
@@ -39,27 +39,27 @@ def parse_args():
     add("--batch-size", type=positive, default=64, help="samples per batch of each process")
     add("--global-batch", type=positive, help="samples per step; sets --batch-size")
     add("--lr", type=float, default=1e-3, help="learning rate")
-    add("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by processes, or their root")
-    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
+    add("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by world size, or its root")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
     add("--precision", choices=tuple(POLICIES), default="fp32", help="bf16: mixed")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
     add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
+    add("--limit-steps", type=positive, help="steps and test batches per epoch, for a short trial")
     return parser.parse_args()
 
 
 def setup(args):
     """Join the other processes; return this process's rank and the world size."""
-    # horovod: sends each gradient alone; fused, the order of a sum would depend on the timing
+    # horovod: sends each gradient alone; with fusion the order of a sum depends on the timing
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
-    os.environ.setdefault("HOROVOD_CYCLE_TIME", "5")  # ms between looks for gradients to send
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "5")  # ms between two rounds of sending gradients
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(10 * args.timeout)
     longrun.alive(args.timeout)  # joining the others takes at most --timeout
     hvd.init()  # horovod: waits for all processes and connects them
     rank, world_size = hvd.rank(), hvd.size()
-    longrun.prepare(args, rank, world_size, checkpoint.gather, sys.exit)  # AutoGraph cleans up
+    longrun.prepare(args, rank, world_size, checkpoint.gather, sys.exit)  # so AutoGraph cleans up
     if world_size == 1 and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         longrun.fail("srun's tasks do not know of each other: use srun --mpi=pmix, see README.md")
     threads = max(1, len(os.sched_getaffinity(0)) // hvd.local_size())  # share the cores
@@ -92,9 +92,9 @@ def make_steps(model, optimizer):
         """Take a step; return (loss times samples, samples) of this process's batch."""
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(losses(model(images, training=True), labels))
-            # What layers of yours add, such as kernel_regularizer="l2".
+            # Your layers may add losses, such as kernel_regularizer="l2".
             total = loss + sum(tf.cast(part, loss.dtype) for part in model.losses)
-        tape = hvd.DistributedGradientTape(tape)  # horovod: changes gradient()
+        tape = hvd.DistributedGradientTape(tape)  # horovod: replaces gradient()
         gradients = tape.gradient(total, weights)  # horovod: averages them over all processes
         optimizer.apply(gradients, model.trainable_variables)
         samples = tf.cast(len(labels), tf.float64)
@@ -117,8 +117,8 @@ def train_one_epoch(args, train_step, train_set, batches, progress):
     for indices in batches:
         sums += train_step(*train_set[indices])
         progress["step"] += 1
-        longrun.alive(args.timeout)  # ends this process unless it calls this again in time
-    sums = hvd.allreduce(sums, op=hvd.Sum).numpy()  # horovod: over all; each has to call this
+        longrun.alive(args.timeout)  # ends the process if the next call comes too late
+    sums = hvd.allreduce(sums, op=hvd.Sum).numpy()  # horovod: sum over all; each process calls this
     return (sums[0] / sums[1]).item()
 
 
@@ -130,7 +130,7 @@ def evaluate(args, model, test_step, test_set, part):
     for first in range(0, len(part), args.batch_size)[: args.limit_steps]:
         sums += test_step(*test_set[part[first : first + args.batch_size]])
         longrun.alive(args.timeout)
-    sums = hvd.allreduce(sums, op=hvd.Sum).numpy()  # horovod: over all; each has to call this
+    sums = hvd.allreduce(sums, op=hvd.Sum).numpy()  # horovod: sum over all; each process calls this
     return (sums[:2] / sums[2]).tolist()
 
 
@@ -146,36 +146,36 @@ def save_checkpoint(args, variables, progress):
 def main(args):
     """Train as one of the processes that horovodrun or srun has started."""
     rank, world_size = setup(args)
-    # Data: replace these lines by your data sets. A list of indices reads a whole batch.
+    # Data: replace these lines with your data sets. A list of indices reads a whole batch.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
         longrun.fail(error)
-    # horovod: parts of equal length: a process with one step more would hang
+    # horovod: parts of equal length; a process with one more step would hang
     samples = len(train_set) // world_size
     steps = min(samples // args.batch_size, args.limit_steps or samples)
     if not steps:
         longrun.fail(f"the {samples} samples of each process are too few for one step")
     test_part = range(rank, len(test_set), world_size)  # horovod: each test sample once
 
-    # Model: replace it by yours.
+    # Model: replace it with yours.
     keras.utils.set_random_seed(args.seed)
     model = ConvNet()
-    model(train_set[[0]][0])  # your model may only now make its weights
-    # The learning rate rises during the warm-up; put another schedule of Keras here.
+    model(train_set[[0]][0])  # some models make their weights in their first call
+    # The learning rate rises during the warm-up; put another Keras schedule here.
     warmup, decay = args.warmup_steps, keras.optimizers.schedules.PolynomialDecay
     schedule = decay(args.lr / (warmup + 1), max(1, warmup), args.lr)
     optimizer = keras.optimizers.AdamW(schedule, weight_decay=0.01, epsilon=1e-8)
     optimizer.build(model.trainable_variables)
-    variables = [*model.variables, *optimizer.variables]  # what a checkpoint has
+    variables = [*model.variables, *optimizer.variables]  # what a checkpoint contains
     progress = {"step": 0, "history": []}  # optimizer steps of the run, and rows of metrics.csv
     progress = checkpoint.start(args, model.name, (train_set, test_set), variables, progress)
-    # horovod: rank 0's weights and state to all; `value` is TensorFlow's variable in that of Keras
+    # horovod: sends rank 0's variables to all; `value` is TensorFlow's variable in Keras's
     hvd.broadcast_variables([variable.value for variable in variables], root_rank=0)
     train_step, test_step = make_steps(model, optimizer)
 
     for epoch in range(len(progress["history"]), args.epochs):
-        # horovod: another order in each epoch, the same in all processes, and a part of it for each
+        # horovod: another order in each epoch, the same in all processes; each takes its part
         order = np.random.default_rng([args.seed, epoch]).permutation(len(train_set))
         part = order[rank::world_size][: steps * args.batch_size]
         # horovod: each process and epoch gets its own random numbers (dropout)

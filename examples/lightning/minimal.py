@@ -40,7 +40,7 @@ class LitConvNet(L.LightningModule):
     def training_step(self, batch, _):
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
-        self.sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
+        self.sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
         self.sums[1] += len(labels)
         return loss  # ddp: Lightning calls backward(), in which DDP averages the gradients
 
@@ -68,14 +68,14 @@ class LitConvNet(L.LightningModule):
 
 def main():
     """Train as the first process, which starts the others, or as one that srun has started."""
-    torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
+    torch.set_float32_matmul_precision("high")  # TF32: faster, less exact fp32 matrix products
     trainer = L.Trainer(
-        devices="auto" if torch.cuda.is_available() else 2,  # on each node: --ntasks-per-node
+        devices="auto" if torch.cuda.is_available() else 2,  # per node, as --ntasks-per-node
         num_nodes=int(os.environ.get("SLURM_JOB_NUM_NODES", 1)),
         strategy="ddp",  # lightning: wraps the module in DistributedDataParallel
         max_epochs=EPOCHS,
         use_distributed_sampler=False,  # lightning: its sampler would repeat test samples
-        num_sanity_val_steps=0,  # these four are off for a short output
+        num_sanity_val_steps=0,  # this option and the next three keep the output short
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -84,16 +84,16 @@ def main():
     world_size = trainer.world_size
 
     train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
-    # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
+    # ddp: shuffled parts of equal length; a process with one more step would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
     extra = {"collate_fn": data.collate, "pin_memory": torch.cuda.is_available()}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
-    # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
+    # ddp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
 
-    torch.manual_seed(SEED + rank)  # ddp: each process drops other units; DDP copies the weights
+    torch.manual_seed(SEED + rank)  # ddp: dropout differs by process; DDP copies rank 0's weights
     model = LitConvNet()
     trainer.fit(model, train_loader, test_loader)
     if rank == 0:  # ddp: all processes have the same weights; one writes them

@@ -34,21 +34,21 @@ def parse_args():
     parser.error = longrun.fail  # print the error as one line, without the usage
     add, positive = parser.add_argument, longrun.positive
     add("--devices", type=positive, default=torch.cuda.device_count() or 2, help="processes a node")
-    add("--nodes", type=positive, help="on which srun has started the processes, in run.slurm")
+    add("--nodes", type=positive, help="number of nodes; only run.slurm sets it")
     add("--dataset", choices=data.NAMES, default="digits")
     add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
     add("--epochs", type=positive, default=5, help="total number, including those before a resume")
     add("--batch-size", type=positive, default=64, help="samples per batch of each process")
     add("--global-batch", type=positive, help="samples per step; sets --batch-size")
     add("--lr", type=float, default=1e-3, help="learning rate")
-    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
     add("--precision", choices=tuple(PRECISIONS), default="fp32", help="bf16: mixed")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
     add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
-    add("--logger", choices=("CSVLogger", "TensorBoardLogger"), help="log with this one, too")
+    add("--limit-steps", type=positive, help="steps and test batches per epoch, for a short trial")
+    add("--logger", choices=("CSVLogger", "TensorBoardLogger"), help="also log with this logger")
     args = parser.parse_args()
     processes = args.devices * (args.nodes or 1)
     args.global_batch = args.global_batch or args.batch_size * processes
@@ -73,34 +73,34 @@ class LitConvNet(L.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), self.args.lr)
-        # The learning rate rises during the warm-up; put another scheduler of PyTorch here.
+        # The learning rate rises during the warm-up; put another PyTorch scheduler here.
         warmup = self.args.warmup_steps
         scheduler = LambdaLR(optimizer, lambda step: min(1, (step + 1) / (warmup + 1)))
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
-    def setup(self, stage):  # lightning: the processes have joined; it has read no checkpoint yet
+    def setup(self, stage):  # lightning: the process group exists; no checkpoint has been read yet
         args, what = self.args, f"{type(self.model).__name__} on {self.args.dataset}"
         where = "nccl on cuda" if self.device.type == "cuda" else "gloo on cpu"
-        # What is compared, and loaded, of a checkpoint. lightning: loads it again, with the rest.
+        # longrun.py compares and loads the model. lightning: loads the whole checkpoint later.
         stateful = {"state_dict": self}
         self.progress = longrun.start(args, what, where, self.data_sets, stateful, self.progress)
         longrun.seed(args.seed, len(self.progress["history"]), self.global_rank)  # for workers
         longrun.alive(None)  # the first step has no time limit: it may compile kernels
 
     def on_train_start(self):
-        # A resume with another --lr takes effect. lightning: has loaded the rates of before.
+        # lightning: has loaded the saved learning rates. Scale them if --lr is another one.
         before, self.progress["lr"] = self.progress["lr"], self.args.lr
         factor = self.args.lr / before if before else 1
         for group in self.optimizers().param_groups:
             group |= {name: group[name] * factor for name in longrun.RATES if name in group}
         scheduler = self.lr_schedulers()
-        if hasattr(scheduler, "base_lrs"):  # not all of PyTorch's schedulers have them
+        if hasattr(scheduler, "base_lrs"):  # some PyTorch schedulers do not have them
             scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
 
     def on_train_epoch_start(self):
-        # ddp: rank 0 decides whether all stop; each has to call this, or others hang
+        # ddp: rank 0 decides whether all stop; each must call this, or the others hang
         answer = self.trainer.strategy.broadcast(longrun.wish(self.args))
-        if answer == longrun.STOP and hasattr(self, "start"):  # never without a new checkpoint
+        if answer == longrun.STOP and hasattr(self, "start"):  # only after a checkpoint is saved
             longrun.end(self.args, self.progress, "stopped")  # job.sh requeues the job
         self.start = time.perf_counter()
         self.sums = torch.zeros(2, dtype=torch.double, device=self.device)  # loss, samples
@@ -110,12 +110,12 @@ class LitConvNet(L.LightningModule):
         longrun.seed(self.args.seed, self.current_epoch, number, self.global_rank)
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
-        self.sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
+        self.sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
         self.sums[1] += len(labels)
         return loss  # ddp: Lightning calls backward(), in which DDP averages the gradients
 
     def on_train_batch_end(self, *_):
-        longrun.alive(self.args.timeout)  # ends this process unless it calls this again in time
+        longrun.alive(self.args.timeout)  # ends the process if the next call comes too late
 
     def on_validation_start(self):
         dist.all_reduce(self.sums)  # ddp: sum over all processes
@@ -146,11 +146,11 @@ class LitConvNet(L.LightningModule):
 
 def main(args):
     """Train as the first process, which starts the others, or as one that srun has started."""
-    torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
-    # lightning: saves the state of model, optimizer, scheduler, loops and callbacks at each epoch
+    torch.set_float32_matmul_precision("high")  # TF32: faster, less exact fp32 matrix products
+    # lightning: after each epoch saves the model, optimizer, scheduler, loops and callbacks
     saving = ModelCheckpoint(args.output_dir, "checkpoint", enable_version_counter=False)
     saving.FILE_EXTENSION = ".pt"  # job.sh and longrun.py look for checkpoint.pt
-    # lightning: who has started the processes, and by which variables each knows its rank
+    # lightning: who starts the processes, and which variables tell each process its rank
     environment = SLURMEnvironment(auto_requeue=False) if args.nodes else LightningEnvironment()
     trainer = L.Trainer(
         devices=args.devices,
@@ -164,25 +164,25 @@ def main(args):
         limit_val_batches=args.limit_steps,
         logger=getattr(L.pytorch.loggers, args.logger)(args.output_dir) if args.logger else False,
         use_distributed_sampler=False,  # lightning: its sampler would repeat test samples
-        num_sanity_val_steps=0,  # a restart would have to wait for it
-        enable_progress_bar=False,  # it would fill a log file
+        num_sanity_val_steps=0,  # a check before training, which each restart would repeat
+        enable_progress_bar=False,  # a bar would fill the log file
         enable_model_summary=False,
     )
     rank, world_size = trainer.global_rank, trainer.world_size
     longrun.prepare(args, rank, world_size, dist.all_gather_object, dist.destroy_process_group)
-    # Data: replace these lines by your data sets; any torch.utils.data.Dataset will do.
+    # Data: replace these lines with your data sets; any torch.utils.data.Dataset works.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:
         longrun.fail(error)
-    # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
+    # ddp: shuffled parts of equal length; a process with one more step would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     if len(sampler) < args.batch_size:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: joins samples to a batch; our data sets return batches, which it hands on
+    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
     extra = {"collate_fn": data.collate, "pin_memory": torch.cuda.is_available()}
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **extra)
-    # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
+    # ddp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, args.batch_size, **extra)
 

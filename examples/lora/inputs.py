@@ -24,7 +24,7 @@ def load_model(args):
         with open(path, "rb") as file:
             if file.read(7) == b"version":
                 longrun.fail(f"{path} is a pointer of git LFS: get the file by git lfs pull")
-    # With bf16, weights that are trained stay in fp32: small steps would be lost.
+    # Only a frozen model is loaded in bf16: trained weights need fp32, or small steps are lost.
     bf16 = args.precision == "bf16" and not args.full
     how = {"dtype": torch.bfloat16 if bf16 else torch.float32, "output_loading_info": True}
     if args.shard:  # shard: each process keeps its part of each weight, by FSDP2
@@ -33,12 +33,12 @@ def load_model(args):
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         config = AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):  # has no memory
+        with torch.device("meta"):  # without memory
             shapes = AutoModelForCausalLM.from_config(config)
         model, info = AutoModelForCausalLM.from_pretrained(folder, **how)
         if info["missing_keys"]:
             raise ValueError(f"it has no weights for {min(info['missing_keys'])}")
-    except Exception as error:  # it depends on which file is missing or damaged
+    except Exception as error:  # the type depends on the file that is missing or damaged
         reason = str(error).strip().partition("\n")[0]
         longrun.fail(f"--model-dir {folder} cannot be loaded: {reason or repr(error)}")
     longest = getattr(config.get_text_config(), "max_position_embeddings", args.context)
@@ -49,7 +49,7 @@ def load_model(args):
 
 
 def load_data(args, tokenizer):
-    """Return the training set and the test set, which is a tenth."""
+    """Return the training set, and the test set, which is a tenth of the data."""
     path = args.text_file
     try:
         text = path.read_text(encoding="utf-8")
@@ -58,10 +58,10 @@ def load_data(args, tokenizer):
             random.Random(0).shuffle(rows)  # a file may be sorted
         else:
             tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            # A block begins with the last token of the block before it: each token is predicted.
+            # A block begins with the last token of the block before, so each token is predicted.
             starts = range(0, len(tokens) - 1, args.context - 1)
             rows = [{"input_ids": tokens[start : start + args.context]} for start in starts]
-        tests = max(1, len(rows) // 10)  # of a text they are its end
+        tests = max(1, len(rows) // 10)  # of a text: its end
         if len(rows) - tests < args.global_batch:
             raise ValueError(f"{len(rows)} samples are too few: a tenth is for the test")
         if "messages" in rows[0] and not tokenizer.chat_template:

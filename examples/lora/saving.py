@@ -1,4 +1,4 @@
-"""When the Trainer saves and stops, and what is written: it calls these methods of LongRun."""
+"""The Trainer calls the methods of LongRun, which decide when to save and stop, and write files."""
 
 import math
 import os
@@ -19,7 +19,7 @@ def checksums(folder):
 
 
 def find_folder(args, progress):
-    """Return the Trainer's folder that checkpoint.pt names, after rank 0's test of its files."""
+    """Return the Trainer's folder that checkpoint.pt names, after rank 0 has checked its files."""
     folder = args.output_dir / progress["folder"]
     damaged = longrun.rank == 0 and checksums(folder) != progress["files"]
     other = f"{folder} is damaged: restore a copy, or choose another --output-dir"
@@ -34,7 +34,7 @@ class LongRun(TrainerCallback):
         self.saving = self.stopping = False
 
     def on_train_begin(self, config, state, control, optimizer, lr_scheduler, **_):
-        # A resume with another --lr takes effect: the Trainer has loaded the rates of before.
+        # The Trainer has loaded the saved learning rates. Scale them if --lr is another one.
         factor = self.args.lr / self.progress["lr"] if self.progress["lr"] else 1
         self.progress["lr"] = self.args.lr
         for group in optimizer.param_groups:
@@ -50,10 +50,10 @@ class LongRun(TrainerCallback):
         longrun.seed(self.args.seed, state.global_step, longrun.rank)
 
     def on_step_end(self, config, state, control, **_):
-        longrun.alive(self.args.timeout)  # ends this process unless it calls this again in time
+        longrun.alive(self.args.timeout)  # ends the process if the next call comes too late
         self.progress["step"] = state.global_step
         self.progress["epoch_step"] = state.global_step % self.sampler.steps
-        # The end of an epoch is saved after its test.
+        # on_epoch_end saves the end of an epoch, after the test.
         if self.progress["epoch_step"] and self.ask() != longrun.GO_ON:
             self.save(control)
 
@@ -78,7 +78,7 @@ class LongRun(TrainerCallback):
         return answer
 
     def save(self, control):
-        """Have the Trainer save, unless losses or weights are wrong: then the run ends here."""
+        """Have the Trainer save, unless losses or weights are wrong, which ends the run here."""
         trained = [weight for weight in self.trainer.model.parameters() if weight.requires_grad]
         longrun.check(trained, self.progress)
         control.should_save = self.saving = True
@@ -87,9 +87,9 @@ class LongRun(TrainerCallback):
     def on_save(self, config, state, control, **_):
         """Write checkpoint.pt, which names the folder that the Trainer has just written."""
         folder = self.args.output_dir / f"checkpoint-{state.global_step}"
-        os.sync()  # its files are on the disk before checkpoint.pt names them
+        os.sync()  # the files are on the disk before checkpoint.pt names them
         sums = self.trainer.sums.clone()
-        dist.all_reduce(sums)  # ddp: waits for all, and the checkpoint has the sum of all
+        dist.all_reduce(sums)  # ddp: waits for all processes; the checkpoint has the sum over all
         self.progress["folder"] = folder.name
         self.progress["files"] = checksums(folder) if longrun.rank == 0 else {}
         longrun.save_checkpoint(self.args, self.stateful, self.progress | {"sums": sums})

@@ -37,19 +37,19 @@ def parse_args():
     add, positive = parser.add_argument, longrun.positive
     add("--model-dir", type=Path, default="model", help="model in Hugging Face's format")
     add("--text-file", type=Path, default="text.txt", help="a text, or JSON lines: NAME.jsonl")
-    add("--context", type=lambda n: positive(n, 2), default=32, help="tokens of a sample, at most")
+    add("--context", type=lambda n: positive(n, 2), default=32, help="maximum tokens per sample")
     add("--full", action="store_true", help="train all weights, without adapters")
     add("--lora-rank", type=positive, default=4, help="rows of an adapter's matrix, often 8 to 64")
     add("--lora-alpha", type=float, default=8, help="adapters are scaled by alpha / rank")
-    add("--lora-dropout", type=float, default=0.0, help="share of their inputs that are set to 0")
+    add("--lora-dropout", type=float, default=0.0, help="share of adapter inputs set to 0")
     add("--shard", action="store_true", help="each process keeps a part of the frozen model")
     add("--epochs", type=positive, default=5, help="total number, including those before a resume")
     add("--batch-size", type=positive, default=4, help="samples per batch of each process")
     add("--global-batch", type=positive, help="samples per step; sets --batch-size")
     add("--gradient-accumulation-steps", type=positive, default=1, help="batches per step")
     add("--gradient-checkpointing", action="store_true", help="less memory, a third more computing")
-    add("--lr", type=float, default=5e-3, help="learning rate; for a trained model often 1e-4")
-    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
+    add("--lr", type=float, default=5e-3, help="learning rate; for a pretrained model often 1e-4")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
     add("--max-grad-norm", type=float, default=0.0, help="clip the gradients' norm; 0: do not")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: mixed")
     add("--seed", type=int, default=0, help="for initial adapters, shuffling and dropout")
@@ -58,7 +58,7 @@ def parse_args():
     add("--checkpoint-every", type=float, metavar="MINUTES", help="also save within an epoch")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
+    add("--limit-steps", type=positive, help="steps and test batches per epoch, for a short trial")
     args = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
@@ -78,13 +78,13 @@ def setup(args):
     longrun.prepare(args, rank, world_size, dist.all_gather_object, dist.destroy_process_group)
     backend = "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # torchrun: its number on its node
-        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # torchrun: the number on this node
+        torch.set_float32_matmul_precision("high")  # TF32: faster, less exact fp32 matrix products
         # ddp: NCCL for tensors on GPUs; Gloo for tensors on the CPU, such as the request to stop
         backend = "cpu:gloo,cuda:nccl"
     # torchrun: sets MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, which init_process_group reads
     dist.init_process_group(backend, timeout=timedelta(seconds=10 * args.timeout))
-    warnings.simplefilter("ignore", FutureWarning)  # what these packages say about each other
+    warnings.simplefilter("ignore", FutureWarning)  # these packages warn about each other
     transformers.logging.disable_progress_bar()  # bars would fill a log file
     datasets.disable_progress_bars()
     longrun.alive(None)  # the first step has no time limit: it may compile kernels
@@ -92,10 +92,10 @@ def setup(args):
 
 
 class WholeSteps(DistributedSampler):
-    """The shuffled indices of this process, without those of a last step that is incomplete."""
+    """The shuffled indices of this process, without those of an incomplete last step."""
 
     def __init__(self, args, data_set):
-        # ddp: parts of equal length: a process with one step more would hang in backward()
+        # ddp: parts of equal length; a process with one more step would hang in backward()
         super().__init__(data_set, seed=args.seed, drop_last=True)
         steps = len(data_set) // args.global_batch
         if not steps:
@@ -113,19 +113,19 @@ class Trainer(SFTTrainer):
     """TRL's trainer, which has the loop over steps, and wraps the model in DDP."""
 
     def get_train_dataloader(self):
-        return self.train_loader  # trl: its own one would train on an incomplete last step
+        return self.train_loader  # trl: its own loader would train on an incomplete last step
 
     def training_step(self, *args):
         # trl: the loss is the sum over this batch, divided by the number of targets in all batches
-        # of this step, so that each target weighs the same. ddp: averages the gradients
+        # of this step, so that all targets have the same weight. ddp: averages the gradients
         loss = super().training_step(*args)
-        self.sums += loss / dist.get_world_size()  # trl: has multiplied by it, since DDP averages
+        self.sums += loss / dist.get_world_size()  # trl: multiplies by it, because DDP averages
         return loss
 
     def save_model(self, output_dir=None, *args, **kwargs):
         if not hasattr(self.model, "peft_config"):
             return super().save_model(output_dir, *args, **kwargs)
-        # shard: of adapters alone, since peft would gather the frozen model, too
+        # shard: save only the adapters; peft would gather the frozen model, too
         state = {n: w for n, w in self.model.named_parameters() if w.requires_grad}
         self.model.save_pretrained(output_dir, state_dict=state, is_main_process=longrun.rank == 0)
 
@@ -138,22 +138,22 @@ def evaluate(args, trainer, test_loader):
     batches, sums = iter(test_loader), torch.zeros(2).double().to(trainer.args.device)
     for _ in range(min(count, args.limit_steps or count)):
         batch = next(batches, None)
-        # shard: all processes must compute equally often: who has no batch left takes the first one
+        # shard: all must call the model equally often; `first` is used when no batch is left
         named = {name: part.to(sums.device) for name, part in (batch or first).items()}
-        labels = named.pop("labels")[:, 1:].flatten()  # -100 is not counted
+        labels = named.pop("labels")[:, 1:].flatten()  # cross_entropy ignores -100
         logits = model(**named, use_cache=False).logits[:, :-1].flatten(0, 1).float()
         if batch:
             sums[0] += F.cross_entropy(logits, labels, reduction="sum")
             sums[1] += (labels != -100).sum()
         longrun.alive(args.timeout)
-    dist.all_reduce(sums)  # ddp: sum over all processes; each has to call this, or others hang
+    dist.all_reduce(sums)  # ddp: sum over all processes; each must call this, or the others hang
     return (sums[0] / sums[1]).item()
 
 
 def main(args):
     """Train as one of the processes that torchrun has started."""
     rank, world_size = setup(args)
-    # Data and model: the functions of inputs.py return those of transformers and datasets.
+    # Data and model: inputs.py reads them with the libraries transformers and datasets.
     tokenizer, model, shapes = inputs.load_model(args)
     train_set, test_set = inputs.load_data(args, tokenizer)
     # lora: W x becomes W x + (alpha / rank) B A x, and only A and B are trained. A is random, and B
@@ -165,10 +165,10 @@ def main(args):
         target_modules="all-linear",
         task_type="CAUSAL_LM",
     )
-    # Of the model checkpoint.pt has names and shapes. The Trainer's own folder has the weights that
-    # are trained, the optimizer's state and the rest.
+    # checkpoint.pt has only names and shapes of the model. The Trainer's own folder has the weights
+    # that are trained, the optimizer's state and the rest.
     stateful = {"model": shapes if args.full else get_peft_model(shapes, lora)}
-    # Optimizer steps of the run and of this epoch; rows of metrics.csv; sum of the losses so far.
+    # step: of the run; epoch_step: of the epoch; history: rows of metrics.csv; sums: of the losses.
     progress = {"step": 0, "epoch_step": 0, "history": [], "lr": args.lr}
     progress["sums"] = torch.zeros(1, dtype=torch.float64)
     what = f"{type(model).__name__} in {args.model_dir} on {args.text_file}"
@@ -189,9 +189,9 @@ def main(args):
         seed=args.seed,
         bf16=args.precision == "bf16",
         torch_compile=args.compile,
-        use_cpu=not torch.cuda.is_available(),  # trl: without it each process trains on its own
+        use_cpu=not torch.cuda.is_available(),  # trl: without this each process would train alone
         ddp_find_unused_parameters=False,
-        save_strategy="no",  # saving.py decides
+        save_strategy="no",  # saving.py decides when to save
         logging_strategy="no",
         disable_tqdm=True,
     )
@@ -199,12 +199,12 @@ def main(args):
     trainer = Trainer(model, config, peft_config=None if args.full else lora, **data)
     trainer.remove_callback(PrinterCallback)
     train_set, test_set = trainer.train_dataset, trainer.eval_dataset  # as tokens
-    # ddp: sums that a checkpoint had are those of all processes, and rank 0 continues them
+    # ddp: the sums in a checkpoint are over all processes: only rank 0 continues them
     trainer.sums = progress["sums"] = progress["sums"].to(config.device) * (rank == 0)
     sampler = WholeSteps(args, train_set)
     extra = {"collate_fn": trainer.data_collator, "pin_memory": torch.cuda.is_available()}
     trainer.train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, **extra)
-    # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
+    # ddp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test = partial(evaluate, args, trainer, DataLoader(test_part, args.batch_size, **extra))
     run = saving.LongRun(args, trainer, sampler, test, stateful, progress)

@@ -24,25 +24,25 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def train_transform(size):
-    """Return the random augmentation of training images: put what suits your images here."""
+    """Return the random augmentation of training images: change it to suit your images."""
     return v2.Compose([v2.RandomResizedCrop(size, scale=(0.35, 1)), v2.RandomHorizontalFlip()])
 
 
 def test_transform(size):
-    """Return what is done to all other images: nothing random, and only the middle is used."""
+    """Return the transform of all other images: nothing is random, and only the centre is used."""
     return v2.Compose([v2.Resize(size * 8 // 7), v2.CenterCrop(size)])
 
 
 def normalise(images, dtype):
     """Return images (B, 3, H, W), uint8, as floats with about mean 0 and variance 1.
 
-    This is done on the GPU: until then an image has one byte for each value instead of four.
+    train.py does this on the GPU: until then an image has one byte per value instead of four.
     """
     mean, std = statistics(images.device, dtype)
     return images.to(dtype, memory_format=torch.channels_last).sub_(mean).div_(std)
 
 
-@functools.cache  # copying them to the GPU in each step would make the CPU wait
+@functools.cache  # if they were copied to the GPU in each step, the CPU would wait
 def statistics(device, dtype):
     """Return MEAN and STD of pixels from 0 to 255, each (3, 1, 1)."""
     return [255 * torch.tensor(x, device=device, dtype=dtype)[:, None, None] for x in (MEAN, STD)]
@@ -56,7 +56,7 @@ def load_image(path):
             raise RuntimeError("it has several frames")
     except RuntimeError as error:
         reason = str(error).split(", ", 2)[-1].partition(". ")[0]  # without torchvision's own file
-        advice = "replace or remove it; python image_files.py FOLDER names all that are"
+        advice = "replace or remove it; python image_files.py FOLDER names all damaged files"
         raise DataError(f"{path} is damaged ({reason}): {advice}") from None
     return v2.functional.to_dtype(image, torch.uint8, scale=True)  # a PNG may have 16 bits
 
@@ -79,12 +79,12 @@ def leads_up(folder, root):
 class Images(ImageFolder):
     """ImageFolder without hidden names. An image's augmentation depends on seed, epoch and index.
 
-    So it is the same in any process, and after a resume. `left_out` has the other files' paths.
+    So an augmentation is the same in any process, and after a resume. `left_out`: other files.
     """
 
     def __init__(self, folder, transform=None, seed=0):
         self.seed, self.left_out = seed, []
-        self.epoch = torch.tensor(0).share_memory_()  # what train.py sets, its workers see
+        self.epoch = torch.tensor(0).share_memory_()  # shared: workers see train.py's value
         folder = os.path.normpath(folder)
         super().__init__(folder, transform, loader=load_image, is_valid_file=self.is_wanted)
 
@@ -138,12 +138,12 @@ def load(folder, size, seed):
 
 
 def load_weights(model, path):
-    """Load a state dict; the last layer keeps new weights if the file has other classes."""
+    """Load a state dict; the last layer keeps random weights if the file has other classes."""
     own = model.state_dict()
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
         fits = {name: w for name, w in found.items() if name in own and w.shape == own[name].shape}
-    except Exception as error:  # what is no state dict can raise almost anything
+    except Exception as error:  # a wrong file can raise almost anything
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise DataError(f"--weights {path} is no state dict ({reason})") from None
     new = [name for name in own if name not in fits]
@@ -153,10 +153,10 @@ def load_weights(model, path):
 
 
 def start_worker(_):
-    """Have a loader's worker end, and tidy up, when the process ends for which it reads."""
+    """Make a loader's worker end, and clean up, when the process that it reads for ends."""
 
     def end(*_):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it can come twice
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the signal can come twice
         sys.exit()
 
     signal.signal(signal.SIGINT, end)

@@ -18,7 +18,7 @@ PARTS = {"train": 50, "val": 25}  # files of each class
 
 
 def main():
-    """Write the files, each in colour, unless the folder is there already."""
+    """Write the files, each in colour, unless the folder exists."""
     if FOLDER.exists():
         raise SystemExit(f"{FOLDER} is there already: nothing was written")
     temporary = FOLDER.with_name("images.tmp")
@@ -32,7 +32,7 @@ def main():
             written[name] += 1
             image = image.permute(2, 0, 1).float()
             large = v2.functional.resize(image, [SIZE, SIZE], antialias=False)
-            # The colour is another one in each file.
+            # Each file has another colour.
             colour = torch.tensor([1.0, 0.2 + 0.008 * written[name], 0.5])[:, None, None]
             path = temporary / part / name / f"{written[name]:03}.png"
             path.parent.mkdir(parents=True, exist_ok=True)

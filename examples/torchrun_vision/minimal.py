@@ -5,7 +5,7 @@ Locally:   torchrun --standalone --nproc-per-node=2 minimal.py
 On SLURM:  sbatch minimal.slurm
 
 train.py is the same training plus what a long job needs: flags, checkpoints, clear errors.
-Comments that begin with a tag, such as "ddp:", mark what a single process would not need.
+Comments that begin with "ddp:" or "torchrun:" mark what a single process would not need.
 """
 
 import math
@@ -33,12 +33,12 @@ def train_one_epoch(ddp_model, train_loader, optimizer, scheduler, device):
         logits = ddp_model(image_files.normalise(images, torch.float32))
         loss = F.cross_entropy(logits, labels)
         loss.backward()  # ddp: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
+        sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
         sums[1] += len(labels)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    dist.all_reduce(sums)  # ddp: sum over all processes; each has to call this, or others hang
+    dist.all_reduce(sums)  # ddp: sum over all processes; each must call this, or the others hang
     return (sums[0] / sums[1]).item()
 
 
@@ -55,7 +55,7 @@ def evaluate(model, test_loader, device):
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
         sums[2] += len(labels)
-    dist.all_reduce(sums)  # ddp: sum over all processes; each has to call this, or others hang
+    dist.all_reduce(sums)  # ddp: sum over all processes; each must call this, or the others hang
     return (sums[:2] / sums[2]).tolist()
 
 
@@ -65,25 +65,25 @@ def main():
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
-        torch.backends.cudnn.benchmark = True  # finds the fastest convolutions of this size
+        torch.set_float32_matmul_precision("high")  # TF32: faster, less exact fp32 matrix products
+        torch.backends.cudnn.benchmark = True  # finds the fastest convolutions for these sizes
     # torchrun: sets MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, which init_process_group reads
     # ddp: NCCL moves tensors between GPUs, Gloo between CPUs
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # ddp: my number, from 0; how many
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # ddp: ranks are 0 to world_size - 1
 
     train_set, test_set = image_files.load("images", 32, SEED)  # 32 x 32 pixels
-    # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
+    # ddp: shuffled parts of equal length; a process with one more step would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
     # loader: workers read, decode and augment images while the process trains
     extra = {"num_workers": WORKERS, "worker_init_fn": image_files.start_worker}
     extra |= {"pin_memory": device.type == "cuda", "persistent_workers": True}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
-    # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
+    # ddp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
 
-    torch.manual_seed(SEED + rank)  # ddp: each process drops other units; DDP copies the weights
+    torch.manual_seed(SEED + rank)  # ddp: dropout differs by process; DDP copies rank 0's weights
     model = models.get_model("resnet18", num_classes=len(train_set.classes))
     model = model.to(device, memory_format=torch.channels_last)  # faster convolutions
     optimizer = torch.optim.AdamW(model.parameters(), LR, fused=device.type == "cuda")
@@ -93,7 +93,7 @@ def main():
     ddp_model = DistributedDataParallel(model)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
-        train_set.epoch.fill_(epoch)  # loader: workers augment each image in another way
+        train_set.epoch.fill_(epoch)  # loader: workers augment each image differently
         train_loss = train_one_epoch(ddp_model, train_loader, optimizer, scheduler, device)
         # Not ddp_model: its forward pass can wait for a process that has no test batch left.
         test_loss, accuracy = evaluate(model, test_loader, device)

@@ -24,7 +24,7 @@ def parse_args():
     add("--images", type=Path, required=True, help="folder with images")
     add("--model-of", type=Path, default="output", help="output folder of train.py")
     add("--batch-size", type=int, default=64, help="images per batch of each process")
-    add("--workers", type=int, default=2, help="processes that read images, for each process")
+    add("--workers", type=int, default=2, help="loader workers per process")
     add("--output", type=Path, default="predictions.csv", help="the file to write")
     return parser.parse_args()
 
@@ -64,7 +64,7 @@ def main(args):
             for number, (path, _) in enumerate(images.samples):
                 row = parts[number % world_size][number // world_size]
                 writer.writerow((os.path.relpath(path, args.images), *row))
-        os.replace(temporary, args.output)  # it is whole, or not there
+        os.replace(temporary, args.output)  # the file is complete or not there at all
         print(f"{len(images)} images: {args.output}")
     dist.destroy_process_group()
     os._exit(0)  # skip Python's clean-up, in which Gloo sometimes aborts (PyTorch 2.15)

@@ -1,11 +1,11 @@
-"""Train an image classifier on image files with DistributedDataParallel (DDP), by torchrun.
+"""Train an image classifier on image files with DistributedDataParallel, started by torchrun.
 
-Once:      python make_images.py          (writes an example, images/; yours: --data-dir FOLDER)
+Once:      python make_images.py          (writes an example, images/; your own: --data-dir FOLDER)
 Locally:   torchrun --standalone --nproc-per-node=2 train.py
 On SLURM:  sbatch run.slurm --epochs 10
 
 It is minimal.py plus flags, checkpoints, mixed precision, and a stop after any step.
-Comments that begin with a tag, such as "ddp:", mark what a single process would not need.
+Comments that begin with "ddp:" or "torchrun:" mark what a single process would not need.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import image_files
 import longrun
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # the weights stay in fp32
-# Those two have several outputs in training.
+# These two models have several outputs in training.
 NAMES = sorted({*models.list_models(module=models)} - {"googlenet", "inception_v3"})
 
 
@@ -37,30 +37,30 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = longrun.fail  # print the error as one line, without the usage
     add, positive = parser.add_argument, longrun.positive
-    add("--data-dir", default="images", help="with train/CLASS/*.jpg and val/CLASS/")
+    add("--data-dir", default="images", help="folder with train/CLASS/*.jpg and val/CLASS/*.jpg")
     add("--image-size", type=positive, default=32, help="pixels; 224 is usual for photographs")
-    add("--model", choices=NAMES, default="resnet18", metavar="NAME", help="one of torchvision")
+    add("--model", choices=NAMES, default="resnet18", metavar="NAME", help="model of torchvision")
     add("--weights", type=Path, help="state dict of the model to start from; see README.md")
     add("--epochs", type=positive, default=5, help="total number, including those before a resume")
     add("--batch-size", type=positive, default=16, help="samples per batch of each process")
     add("--global-batch", type=positive, help="samples per step; sets --batch-size")
     add("--gradient-accumulation-steps", type=positive, default=1, help="batches per step")
     add("--lr", type=float, default=5e-4, help="learning rate")
-    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
     add("--max-grad-norm", type=float, help="clip the norm of the gradients to this value")
     add("--precision", choices=("fp32", *AUTOCAST, "fp64"), default="fp32", help="bf16: mixed")
     add("--sync-batchnorm", action="store_true", help="BatchNorm over all processes (GPUs)")
     add("--compile", action="store_true", help="compile the model: for long runs on GPUs")
-    # loader: SLURM's share of the cores, but one; torchrun alone sets OMP_NUM_THREADS=1
+    # loader: the cores of this process minus one; without SLURM torchrun gives it one core
     workers = max(1, torch.get_num_threads() - 1)
-    add("--workers", type=lambda n: positive(n, 0), default=workers, help="that read images, each")
+    add("--workers", type=lambda n: positive(n, 0), default=workers, help="workers per process")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and augmentation")
     add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
     add("--checkpoint-every", type=float, metavar="MINUTES", help="also save within an epoch")
     add("--keep-epochs", action="store_true", help="also keep the weights after each epoch")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
+    add("--limit-steps", type=positive, help="steps and test batches per epoch, for a short trial")
     args = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
@@ -80,8 +80,8 @@ def setup(args):
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32: faster products of fp32 matrices
-        torch.backends.cudnn.benchmark = True  # finds the fastest convolutions of this size
+        torch.set_float32_matmul_precision("high")  # TF32: faster, less exact fp32 matrix products
+        torch.backends.cudnn.benchmark = True  # finds the fastest convolutions for these sizes
     # ddp: NCCL for tensors on GPUs; Gloo for tensors on the CPU, such as the request to stop
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # torchrun: sets MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, which init_process_group reads
@@ -103,14 +103,14 @@ def predict(args, model, batch, device):
 def train_one_epoch(args, ddp_model, batches, stateful, progress):
     """Train to the end of an epoch; return the mean loss over the samples of all processes."""
     ddp_model.train()
-    sums = progress["sums"]  # loss, samples; a checkpoint within the epoch has them, too
+    sums = progress["sums"]  # loss, samples; a checkpoint within the epoch contains these sums
     optimizer, scheduler = stateful["optimizer"], stateful["scheduler"]
-    scaler = stateful["scaler"]  # fp16: small gradients would be 0, so that the loss is scaled up
+    scaler = stateful["scaler"]  # fp16: the loss is scaled up, because small gradients would be 0
     for number, batch in enumerate(batches, 1):
         part = number % args.gradient_accumulation_steps  # accumulation: 0 is a step's last batch
         # ddp: each process and batch gets its own random numbers (dropout), also after a resume
         longrun.seed(args.seed, progress["step"], part, dist.get_rank())
-        if part == 0:  # stop: rank 0 looks for a request to stop, and tells all during backward()
+        if part == 0:  # stop: rank 0 looks for a request, and broadcasts it during backward()
             answer = torch.tensor(longrun.wish(args))
             pending = dist.broadcast(answer, src=0, async_op=True)
         # accumulation: no_sync() keeps DDP from averaging the gradients after every batch
@@ -119,7 +119,7 @@ def train_one_epoch(args, ddp_model, batches, stateful, progress):
             loss = F.cross_entropy(logits, labels)
             # ddp: averages the gradients
             scaler.scale(loss / args.gradient_accumulation_steps).backward()
-        sums[0] += loss.detach() * len(labels)  # stays on the GPU: .item() would wait for it
+        sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
         sums[1] += len(labels)
         if part == 0:
             if args.max_grad_norm:
@@ -136,8 +136,8 @@ def train_one_epoch(args, ddp_model, batches, stateful, progress):
                 save_checkpoint(args, stateful, progress)
             if answer == longrun.STOP:
                 longrun.end(args, progress, "stopped")  # stop: exits; job.sh requeues the job
-        longrun.alive(args.timeout)  # ends this process unless it calls this again in time
-    dist.all_reduce(sums)  # ddp: sum over all processes; each has to call this, or others hang
+        longrun.alive(args.timeout)  # ends the process if the next call comes too late
+    dist.all_reduce(sums)  # ddp: sum over all processes; each must call this, or the others hang
     return (sums[0] / sums[1]).item()
 
 
@@ -156,14 +156,14 @@ def evaluate(args, model, test_loader, device):
         sums[2] += (likeliest == labels[:, None]).sum()
         sums[3] += len(labels)
         longrun.alive(args.timeout)
-    dist.all_reduce(sums)  # ddp: sum over all processes; each has to call this, or others hang
+    dist.all_reduce(sums)  # ddp: sum over all processes; each must call this, or the others hang
     return (sums[:3] / sums[3]).tolist()
 
 
 def save_checkpoint(args, stateful, progress):
     """Save what --resume continues from; all processes call this, and rank 0 writes."""
     sums = progress["sums"].clone()
-    dist.all_reduce(sums)  # ddp: the checkpoint has the sums over all processes
+    dist.all_reduce(sums)  # ddp: the checkpoint contains the sums over all processes
     longrun.save_checkpoint(args, stateful, progress | {"sums": sums})
     if args.keep_epochs and progress["epoch_step"] == 0:
         name, weights = f"model-{len(progress['history'])}.pt", stateful["model"].state_dict()
@@ -173,10 +173,10 @@ def save_checkpoint(args, stateful, progress):
 def main(args):
     """Train as one of the processes that torchrun has started."""
     device, rank, world_size = setup(args)
-    # Data: replace these lines by your data sets; any torch.utils.data.Dataset will do.
+    # Data: replace these lines with your data sets; any torch.utils.data.Dataset works.
     train_set, test_set = image_files.load(args.data_dir, args.image_size, args.seed)
-    args.classes = train_set.classes  # run.json has them, for predict.py
-    # ddp: shuffled parts of equal length: a process with one step more would hang in backward()
+    args.classes = train_set.classes  # run.json contains them, for predict.py
+    # ddp: shuffled parts of equal length; a process with one more step would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     parts = args.gradient_accumulation_steps
     steps = min(len(sampler) // (args.batch_size * parts), args.limit_steps or len(train_set))
@@ -185,18 +185,18 @@ def main(args):
     # loader: workers read, decode and augment images while the process trains
     extra = {"num_workers": args.workers, "worker_init_fn": image_files.start_worker}
     extra |= {"pin_memory": device.type == "cuda", "persistent_workers": args.workers > 0}
-    order = []  # of an epoch: the indices that are still to be read
+    order = []  # the indices that are still to be read in an epoch
     train_loader = DataLoader(train_set, args.batch_size, sampler=order, drop_last=True, **extra)
-    # ddp: each test sample once; a DistributedSampler would repeat some or leave some out
+    # ddp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, args.batch_size, **extra)
 
-    # Model: replace it by yours.
+    # Model: replace it with yours.
     torch.manual_seed(args.seed)
     model = models.get_model(args.model, num_classes=len(args.classes))
     if args.weights:
         image_files.load_weights(model, args.weights)
-    if args.sync_batchnorm:  # ddp: its statistics are those of all processes' batches
+    if args.sync_batchnorm:  # ddp: its statistics are over the batches of all processes
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model = model.double() if args.precision == "fp64" else model
     model = model.to(device, memory_format=torch.channels_last)  # faster convolutions
@@ -204,31 +204,31 @@ def main(args):
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     def rate(step):
-        """Rise during the warm-up, and fall to 0 along a cosine, which follows --epochs."""
+        """Return the factor of --lr: it rises in the warm-up, and falls to 0 along a cosine."""
         fall = (1 + math.cos(math.pi * step / (steps * args.epochs))) / 2
         return fall * min(1, (step + 1) / (args.warmup_steps + 1))
 
-    scheduler = LambdaLR(optimizer, rate)  # put another scheduler of PyTorch here
-    # What a checkpoint has: add all that your training changes, such as averaged weights.
+    scheduler = LambdaLR(optimizer, rate)  # put another PyTorch scheduler here
+    # A checkpoint contains these: add all that your training changes, such as averaged weights.
     stateful = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    # Optimizer steps of the run and of this epoch; rows of metrics.csv; loss and samples so far.
+    # step: of the run; epoch_step: of the epoch; history: rows of metrics.csv; sums: loss, samples.
     progress = {"step": 0, "epoch_step": 0, "history": [], "sums": torch.zeros(2).double()}
     what = f"{args.model} on {args.data_dir}"
     where = "nccl on cuda" if device.type == "cuda" else "gloo on cpu"
     progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)
-    # ddp: sums that a checkpoint had are those of all processes, and rank 0 continues them
+    # ddp: the sums in a checkpoint are over all processes: only rank 0 continues them
     progress["sums"] = progress["sums"].to(device) * (rank == 0)
     # ddp: copies rank 0's weights to all processes, and averages gradients in backward()
     ddp_model = DistributedDataParallel(torch.compile(model) if args.compile else model)
 
     for epoch in range(len(progress["history"]), args.epochs):
         sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
-        train_set.epoch.fill_(epoch)  # loader: workers augment each image in another way
-        done = progress["epoch_step"] * parts  # batches, if the run was stopped in this epoch
+        train_set.epoch.fill_(epoch)  # loader: workers augment each image differently
+        done = progress["epoch_step"] * parts  # batches done before a stop in this epoch
         order[:] = list(sampler)[done * args.batch_size :]
         longrun.seed(args.seed, epoch, rank)  # for the loader's workers, which stay for all epochs
         count, start = max(0, steps * parts - done), time.perf_counter()
-        batches = islice(train_loader, count)  # without the last step, if it is incomplete
+        batches = islice(train_loader, count)  # leaves out an incomplete last step
         train_loss = train_one_epoch(args, ddp_model, batches, stateful, progress)
         seconds = time.perf_counter() - start
         # Not ddp_model: its forward pass can wait for a process that has no test batch left.
@@ -247,5 +247,5 @@ def main(args):
 if __name__ == "__main__":
     try:
         main(parse_args())
-    except image_files.DataError as error:  # that of a worker is the last line of a traceback
+    except image_files.DataError as error:  # a worker's is the last line of a traceback
         longrun.fail(str(error).rpartition("DataError: ")[2].strip())

@@ -1,4 +1,4 @@
-"""Note what a training program does, for verify: Python loads this file when it starts.
+"""Note what a training program does, for verify. Python loads this file when it starts.
 
 Each process writes notes to a file in VERIFY_DIR, as lines of JSON. VERIFY_DO is "plain" (without
 randomness), or an action, an optimizer step and a rank: kill:6:1.
@@ -20,7 +20,7 @@ from importlib import machinery, util
 
 
 class Hook:
-    """What this process does. Many methods stand in for a function, `original`."""
+    """The observer of this process. Many methods replace a function, `original`."""
 
     def __init__(self):
         """Replace the public functions of PyTorch that are observed."""
@@ -62,7 +62,7 @@ class Hook:
         return [zlib.crc32(pickle.dumps(state)) for state in states]
 
     def drawing(self, where, call):
-        """Return call(), and note the generators from which it draws, before and after."""
+        """Return call(), and note the states, before and after, of the generators that it uses."""
         if torch.compiler.is_compiling():
             return call()
         before = self.generators()
@@ -104,7 +104,7 @@ class Hook:
         return original(src, dst, **named)
 
     def iterate(self, original, loader):
-        """Note what a loader is going to read, and count what is taken."""
+        """Note which samples a loader will read, and count those that are taken."""
         facts, kind = {"step": self.step, "taken": 0}, type(loader.dataset)
         self.loaders.append(facts)
         for name in {"__getitem__", "__getitems__"} & set(dir(kind)):
@@ -132,7 +132,7 @@ class Hook:
             facts["train"] = self.step > facts["step"]
 
     def listed(self, loader):
-        """Return the indices that a loader is going to read, without a change to its sampler."""
+        """Return the indices that a loader will read, without a change to its sampler."""
         dataset, indices, batch = loader.dataset, [], 0
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         sampler, generator = copy.deepcopy((sampler, loader.generator), {id(dataset): dataset})
@@ -143,7 +143,7 @@ class Hook:
             if len(indices) > 5_000_000:
                 raise ValueError("more than 5,000,000 samples")
         facts = {"batch": batch, "drop_last": loader.drop_last, "len": len(dataset)}
-        while isinstance(dataset, torch.utils.data.Subset):  # the indices in the set inside
+        while isinstance(dataset, torch.utils.data.Subset):  # the indices in the data set inside
             indices, dataset = [int(dataset.indices[i]) for i in indices], dataset.dataset
         return facts | {"indices": indices, "of": len(dataset)}
 
@@ -160,7 +160,7 @@ class Hook:
         return original(dataset, index)
 
     def compare(self, what, values):
-        """Note checksums of values that all ranks should have; of large ones of a part."""
+        """Note checksums of values that should be equal on all ranks; of a part of large values."""
         sums = []
         for value in values:
             value = value.detach().reshape(-1)[:: max(1, value.numel() // 50_000)].cpu()
@@ -169,7 +169,7 @@ class Hook:
 
     def stepped(self, optimizer, *_):
         """Note an optimizer's step, and act if this step is named."""
-        self.process = os.getpid()  # it can be a fork
+        self.process = os.getpid()  # this process can be a fork
         optimizer.verify_steps = getattr(optimizer, "verify_steps", 0) + 1
         self.step = max(self.step, optimizer.verify_steps)
         values = [value for group in optimizer.param_groups for value in group["params"]]
@@ -196,7 +196,7 @@ class Hook:
             time.sleep(1)
 
     def finish(self):
-        """Note what the loaders have read, and the GPUs; not in a loader's worker."""
+        """Note what the loaders have read, and the number of GPUs; not in a loader's worker."""
         if self.process == os.getpid():
             for facts in self.loaders:
                 facts.setdefault("train", self.step > facts["step"])

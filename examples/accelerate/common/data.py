@@ -32,7 +32,7 @@ class Images(Dataset):
     __getitems__, which is much faster than reading the images one by one.
     """
 
-    # Mean and standard deviation of MNIST's pixels, scaled to 0..1. They fit the others, too.
+    # Mean and standard deviation of MNIST's pixels, scaled to 0..1. They suit all of the data sets.
     MEAN = 0.1307
     STD = 0.3081
 
@@ -56,7 +56,7 @@ class Images(Dataset):
 
 
 def collate(samples):
-    """Make a batch: a data set with __getitems__ has made it already, others return a list."""
+    """Make a batch of a list of samples; data sets with __getitems__ already return batches."""
     return default_collate(samples) if isinstance(samples, list) else samples
 
 

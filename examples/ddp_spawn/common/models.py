@@ -5,7 +5,7 @@ import warnings
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# DDP warns about the memory layout of conv1, which has one input channel: it is harmless.
+# DDP warns about the memory layout of conv1, which has one input channel. This is harmless.
 warnings.filterwarnings("ignore", "Grad strides")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 FOLDERS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}  # as torchvision names the folders
 # The first labels tell the two data sets apart: their files have the same names.
 FIRST_LABELS = {"mnist": [5, 0, 4, 1, 9, 2, 1, 3], "fashion_mnist": [9, 0, 0, 3, 0, 2, 7, 2]}
-# What a damaged file can raise.
+# The exceptions that a damaged file can raise.
 DAMAGED = (EOFError, IndexError, KeyError, OSError, ValueError, zipfile.BadZipFile, zlib.error)
 
 
@@ -24,8 +24,8 @@ def load_arrays(name: str, data_dir: str) -> list[tuple[np.ndarray, np.ndarray]]
 
     They come from the four files of mnist or fashion_mnist, compressed by gzip or not, in
     `data_dir`/MNIST/raw (or FashionMNIST), where torchvision puts them, or in `data_dir` itself.
-    A file such as Keras's mnist.npz in `data_dir` will do, too. Raises DataError if files are
-    missing or damaged, or if they are those of the other data set.
+    A file such as Keras's mnist.npz in `data_dir` works, too. Raises DataError if files are
+    missing or damaged, or if they belong to the other data set.
     """
     folders = [Path(data_dir, FOLDERS[name], "raw"), Path(data_dir, FOLDERS[name]), Path(data_dir)]
     folder = next((folder for folder in folders if find(folder, "train-images-idx3")), None)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
-# Python looks for modules in this script's folder, and those that it imports are in the one above.
+# Python looks for modules in this script's folder; longrun.py and train.py are in the folder above.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import longrun
 from train import distribute, save_checkpoint, setup
@@ -35,13 +35,13 @@ def parse_args():
     add("--global-batch", type=positive, help="samples per step; sets --batch-size")
     add("--fp16-allreduce", action="store_true", help="send gradients as 16-bit numbers")
     add("--lr", type=float, default=2e-3, help="learning rate")
-    add("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by processes, or their root")
-    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="in which --lr rises")
+    add("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by world size, or its root")
+    add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
     add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
     add("--output-dir", type=Path, default="output/lm", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
-    add("--limit-steps", type=positive, help="steps of an epoch, and test batches: to try it out")
+    add("--limit-steps", type=positive, help="steps and test batches per epoch, for a short trial")
     return parser.parse_args()
 
 
@@ -74,7 +74,7 @@ class TinyGPT(nn.Module):
 
 
 def random_text(size=600_000, symbols=32):
-    """Return the tokens of a random source, and its entropy in nats: no loss can be below that.
+    """Return the tokens of a random source, and its entropy in nats: no loss can be below it.
 
     Each token depends on the one before (a Markov chain), by a table of probabilities.
     """
@@ -82,7 +82,7 @@ def random_text(size=600_000, symbols=32):
     table = torch.randn(symbols, symbols, generator=generator).double().mul(2).softmax(1)
     often = torch.linalg.matrix_power(table, 1024)[0]  # how often each token occurs
     entropy = -(often @ (table * table.log()).sum(1)).item()
-    # 600 chains side by side: the draws of a step are made together.
+    # 600 chains side by side: one call draws the next token of each chain.
     chains = [torch.multinomial(often, 600, replacement=True, generator=generator)]
     for _ in range(size // 600 - 1):
         chains.append(torch.multinomial(table[chains[-1]], 1, generator=generator)[:, 0])
@@ -102,8 +102,8 @@ def load(args):
         tokens, entropy = tokens.long(), None
     cut = len(tokens) * 9 // 10  # the last tenth is for testing
     if len(tokens) - cut <= args.context:
-        longrun.fail(f"{len(tokens)} tokens are too few: a longer text, or a smaller --context")
-    # Windows do not overlap, but for one token: the targets are the inputs shifted by one.
+        longrun.fail(f"{len(tokens)} tokens are too few: use a longer text or a smaller --context")
+    # Windows share only one token, because the targets are the inputs shifted by one.
     parts = [
         part.unfold(0, args.context + 1, args.context) for part in (tokens[:cut], tokens[cut:])
     ]
@@ -126,8 +126,8 @@ def train_one_epoch(args, model, batches, stateful, progress):
         scheduler.step()
         optimizer.zero_grad()
         progress["step"] += 1
-        longrun.alive(args.timeout)  # ends this process unless it calls this again in time
-    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: over all; each has to call this
+        longrun.alive(args.timeout)  # ends the process if the next call comes too late
+    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes; each must call this
     return (sums[0] / sums[1]).item()
 
 
@@ -141,7 +141,7 @@ def evaluate(args, model, test_loader):
         sums[0] += F.cross_entropy(logits, labels.flatten(), reduction="sum")
         sums[1] += labels.numel()
         longrun.alive(args.timeout)
-    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: over all; each has to call this
+    sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes; each must call this
     return (sums[0] / sums[1]).item()
 
 
@@ -150,7 +150,7 @@ def sample(args, model, length=200):
     """Return text that the model generates, on one line."""
     model.eval()
     torch.manual_seed(args.seed)
-    tokens = torch.tensor([[10]])  # a new line
+    tokens = torch.tensor([[10]])  # a line break
     for _ in range(length):
         logits = model(tokens[:, -args.context :])[0, -1]
         tokens = torch.cat([tokens, torch.multinomial(logits.softmax(0), 1)[None]], 1)
@@ -163,12 +163,12 @@ def main(args):
     """Train as one of the processes that horovodrun, mpirun or srun has started."""
     rank, world_size = setup(args)
     train_set, test_set, args.entropy = load(args)
-    # horovod: shuffled parts of equal length: a process with one step more would hang
+    # horovod: shuffled parts of equal length; a process with one more step would hang
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     steps = min(len(sampler) // args.batch_size, args.limit_steps or len(train_set))
     if not steps:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # horovod: each test sample once; a DistributedSampler would repeat some or leave some out
+    # horovod: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, args.batch_size)
 
@@ -181,7 +181,7 @@ def main(args):
     what = f"TinyGPT on {args.text_file or 'a random text'}, {args.context} tokens per sample"
     where = "mpi on cpu" if hvd.mpi_enabled() else "gloo on cpu"
     progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)
-    if progress["step"]:  # horovod: this call would take a step to create a state, if there is none
+    if progress["step"]:  # horovod: without a state this call would take a step to create one
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # horovod: rank 0's weights to all
 

@@ -22,10 +22,10 @@ NAMES = ("digits", *FOLDERS, "synthetic")
 class Images:
     """Grey images with labels, in memory: data_set[indices] reads a whole batch of B samples.
 
-    That is images (B, 28, 28, 1), float32 and normalised, and labels (B,), int64.
+    The batch is images (B, 28, 28, 1), float32 and normalised, and labels (B,), int64.
     """
 
-    # Mean and standard deviation of MNIST's pixels, scaled to 0..1. They fit the others, too.
+    # Mean and standard deviation of MNIST's pixels, scaled to 0..1. They suit all of the data sets.
     MEAN = 0.1307
     STD = 0.3081
 
@@ -59,7 +59,7 @@ def load(name, data_dir="data", size=12_000):
 
 def digits(part):
     """Return the embedded digits, "train" or "test", enlarged from 8x8 to 28x28 pixels."""
-    # Bilinear: column j of `weights` says of which small pixels pixel j of the large image is made.
+    # Bilinear: column j of `weights` says which small pixels make up pixel j of the large image.
     centres = np.clip((np.arange(28) + 0.5) * 8 / 28 - 0.5, 0, 7)
     weights = np.maximum(0, 1 - np.abs(centres - np.arange(8)[:, None]))  # (8, 28)
     with np.load(Path(__file__).with_name("digits.npz")) as file:
@@ -82,16 +82,16 @@ def download(name, data_dir):
 
     Raises DataError if there is no answer, or if a checksum is wrong.
     """
-    from keras import datasets  # imported only here: it takes seconds
+    from keras import datasets  # imported only here, because the import takes seconds
 
     path = Path(data_dir, f"{name}.npz")
     try:
         (x_train, y_train), (x_test, y_test) = getattr(datasets, name).load_data()
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{name}.part.npz")  # the file is whole or not there at all
+        part = path.with_name(f".{name}.part.npz")  # the file is complete or not there at all
         np.savez(part, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
         part.replace(path)
-    except Exception as error:  # Keras raises a plain one, or ValueError for a wrong checksum
+    except Exception as error:  # Keras raises Exception, or ValueError for a wrong checksum
         raise DataError(f"{name} was not downloaded: {' '.join(str(error).split())}") from error
     return path
 
