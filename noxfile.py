@@ -57,6 +57,7 @@ def run_tests(session: nox.Session, example: str, kind: str) -> None:
         if not LAUNCHERS[example].pytorch:  # the tests compute with it
             session.install("-r", "examples/ddp_spawn/requirements.txt")
         options = [f"--example={example}", f"--folder={folder}", f"--references={REFERENCES}"]
+        options += [f"--basetemp={place}/tests"]  # its own: a pytest that starts closes the default one to the lab
         sessions.pytest(session, kind, *options, *session.posargs)
 
 

@@ -152,7 +152,7 @@ def main():
     parser.add_argument("--metric", default="test_loss", help="a column of metrics.csv (test_loss)")
     parser.add_argument("--maximize", action="store_true", help="the largest metric is the best")
     parser.add_argument("--startup", type=int, default=4, help="complete trials before pruning (4)")
-    parser.add_argument("--warmup", type=int, default=2, help="epochs that are never pruned (2)")
+    parser.add_argument("--warmup", type=int, default=2, help="the first epoch to be pruned in (2)")
     parser.add_argument("--folder", type=Path, help="of the whole sweep (output/NAME)")
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)

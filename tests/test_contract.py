@@ -183,7 +183,7 @@ def ask_to_stop(run: runs.Run) -> int:
     assert not run.left
     assert (output / "stopped").exists() and not (output / "stop").exists()
     stop = outputs.read_run(output)["stops"][-1]
-    assert stop["reason"].startswith("stopped by a signal") and f"\n{stop['reason']}\n" in run.stdout, run.stdout
+    assert stop["reason"].startswith("stopped after") and f"\n{stop['reason']}\n" in run.stdout, run.stdout
     return stop["step"]
 
 
@@ -197,7 +197,7 @@ def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -
     step = ask_to_stop(run)
     edits.hold(folder, edits.GO_ON)
     places = r"step \d+ of epoch \d" if LAUNCHERS[example].any_step else r"epoch \d"
-    assert re.search(rf"^stopped by a signal after {places}: use --resume$", run.stdout, re.MULTILINE), run.stdout
+    assert re.search(rf"^stopped after {places}: continue with --resume$", run.stdout, re.MULTILINE), run.stdout
     resumed = runs.train(example, folder, 2, "--resume")
     assert "continuing after epoch " in resumed.stdout
     assert outputs.read_run(folder / "output")["starts"][-1]["step"] == step

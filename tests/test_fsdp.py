@@ -100,7 +100,7 @@ def test_mesh(example: str, folder: Path, mesh: str) -> None:
     (folder / "output" / "stop").touch()
     _, words = arguments(mesh, 2)
     run = runs.train(example, folder, processes, *words, "--resume")
-    assert "stopped by a signal after step 1 of epoch 2" in run.stdout
+    assert "stopped after step 1 of epoch 2" in run.stdout
     others, words = arguments("1x2" if mesh == "2x2" else "2x2", 2)
     run = runs.train(example, folder, others, *words, "--resume")
     assert "continuing after epoch 1 of 2, step 1\n" in run.stdout

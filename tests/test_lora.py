@@ -186,7 +186,7 @@ def test_bad_input(example: str, folder: Path, reference: Reference) -> None:
         "--text-file empty.jsonl": ["--text-file empty.jsonl: 0 samples are too few"],
         "--text-file one.jsonl": ["--text-file one.jsonl: 1 samples are too few"],
         "--text-file broken.jsonl": ["--text-file broken.jsonl: line 2: Expecting"],
-        "--text-file other.jsonl": ["--text-file other.jsonl: line 2: other keys", "question"],
+        "--text-file other.jsonl": ["--text-file other.jsonl: line 2: wrong keys", "question"],
         "--text-file chats.jsonl --model-dir silent": ["--text-file chats.jsonl", "chat template"],
         "--full --shard": ["--shard divides a frozen model"],
     }

@@ -151,7 +151,7 @@ def evaluate(args, accelerator, model, test_loader):
 def main(args):
     """Train as one of the processes that accelerate launch has started."""
     accelerator, device, rank, world_size = setup(args)
-    # Data: replace these lines with your data sets; any torch.utils.data.Dataset works.
+    # Data: replace these lines with your data sets; any map-style Dataset works.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:

@@ -132,7 +132,7 @@ def save_checkpoint(args, stateful, progress):
 def main(rank, args, port):
     """Train as one of the processes; `port` is the port of launch()'s store."""
     device, world_size = setup(args, rank, port), args.processes
-    # Data: replace these lines with your data sets; any torch.utils.data.Dataset works.
+    # Data: replace these lines with your data sets; any map-style Dataset works.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:

@@ -197,7 +197,7 @@ def save_checkpoint(args, model, optimizer, stateful, progress):
 def main(args):
     """Train as one of the processes that torchrun has started."""
     device, rank, world_size, mesh = setup(args)
-    # Data: replace these lines with your data sets; any torch.utils.data.Dataset works.
+    # Data: replace these lines with your data sets; any map-style Dataset works.
     try:
         train_set, test_set = data.load(args.data_dir, args.context, args.vocabulary, args.tokens)
     except data.DataError as error:
@@ -207,7 +207,7 @@ def main(args):
     parts = args.gradient_accumulation_steps
     steps = min(len(sampler) // (args.batch_size * parts), args.limit_steps or len(train_set))
     if not steps or len(test_set) < args.groups:
-        longrun.fail(f"the {len(sampler)} samples of a group, {len(test_set)} to test: too few")
+        longrun.fail(f"too few samples: {len(sampler)} for each group, {len(test_set)} to test")
     # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     # fsdp: reads each test sample once; DistributedSampler would repeat or leave out some

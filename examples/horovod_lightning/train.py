@@ -166,7 +166,7 @@ def main(args):
         enable_progress_bar=False,  # a bar would fill the log file
         enable_model_summary=False,
     )
-    # Data: replace these lines with your data sets; any torch.utils.data.Dataset works.
+    # Data: replace these lines with your data sets; any map-style Dataset works.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:

@@ -170,7 +170,7 @@ def main(args):
     )
     rank, world_size = trainer.global_rank, trainer.world_size
     longrun.prepare(args, rank, world_size, dist.all_gather_object, dist.destroy_process_group)
-    # Data: replace these lines with your data sets; any torch.utils.data.Dataset works.
+    # Data: replace these lines with your data sets; any map-style Dataset works.
     try:
         train_set, test_set = data.load(args.dataset, args.data_dir)
     except data.DataError as error:

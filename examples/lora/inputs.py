@@ -79,7 +79,7 @@ def read_lines(text):
             if line.strip():
                 rows.append(json.loads(line))
                 if set(rows[-1]) not in FORMATS or rows[-1].keys() != rows[0].keys():
-                    raise ValueError(f"other keys than README.md says: {', '.join(rows[-1])}")
+                    raise ValueError(f"wrong keys (see README.md): {', '.join(rows[-1])}")
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"line {number}: {error}") from None
     return rows

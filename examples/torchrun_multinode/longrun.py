@@ -217,7 +217,7 @@ def check(trained, progress):
     apart = np.ptp(tables, axis=0).max(1) > 1e-4 * tables[:, :, 1].max(0)
     if apart.any() and os.environ.get("ALLOW_OTHER_WEIGHTS") != "1":
         wrong = f"weights of shape {tuple(trained[apart.argmax()].shape)} differ between the ranks"
-        advice = "is a layer or a loss outside of DDP? ALLOW_OTHER_WEIGHTS=1 goes on"
+        advice = "is a layer or a loss outside of DDP? To continue, set ALLOW_OTHER_WEIGHTS=1"
         fail(f"{wrong}: nothing is saved; {advice}", together=True)
 
 
@@ -287,7 +287,7 @@ def end(args, progress, how, model="model.pt"):
     if how == "stopped":
         epochs, step = len(progress["history"]), progress.get("epoch_step")
         where = f"step {step} of epoch {epochs + 1}" if step else f"epoch {epochs}"
-        message = f"stopped by a signal after {where}: use --resume"
+        message = f"stopped after {where}: continue with --resume"
     record(args, "stops", step=progress["step"], reason=message)
     if rank == 0:
         print(message)

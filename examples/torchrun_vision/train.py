@@ -173,7 +173,7 @@ def save_checkpoint(args, stateful, progress):
 def main(args):
     """Train as one of the processes that torchrun has started."""
     device, rank, world_size = setup(args)
-    # Data: replace these lines with your data sets; any torch.utils.data.Dataset works.
+    # Data: replace these lines with your data sets; any map-style Dataset works.
     train_set, test_set = image_files.load(args.data_dir, args.image_size, args.seed)
     args.classes = train_set.classes  # run.json contains them, for predict.py
     # ddp: shuffled parts of equal length; a process with one more step would hang in backward()

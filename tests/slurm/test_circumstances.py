@@ -1,16 +1,18 @@
-"""A job with what users have around them: a umask, a locale, a folder's name, a temporary folder with noexec."""
+"""A job with what users have around them: a umask, a locale, a temporary folder with noexec, data on a node's disk."""
 
 import contextlib
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from harness import outputs
-from harness.jobs import EPOCHS, SETTINGS, Job, hand_over
+from harness import outputs, readme
+from harness.jobs import EPOCHS, SETTINGS, Job, hand_over, submit
 from harness.launchers import LAUNCHERS, copy_example
 from harness.runs import Reference
 from lab import Lab
+from tests import samples
 from tests.slurm.small import assert_completed, two_processes
 from tests.test_circumstances import ASCII, OPEN_TO_OTHERS, folder_name
 
@@ -51,3 +53,25 @@ def test_ordinary_user(
     assert {job.output / LAUNCHERS[example].model, folder / f"{example}-{job.id}.out"} <= written.keys()
     assert {(one.st_uid, one.st_mode & OPEN_TO_OTHERS) for one in written.values()} == {(lab.uid, 0)}, written
     outputs.assert_same_run(job.output, two_process_job().output)
+
+
+@pytest.mark.only("torchrun_multinode")
+@pytest.mark.runs("full")
+def test_data_on_the_nodes(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
+    """The page's lines in run.slurm unpack a tar on the disk of each node, and remove the copy at the end."""
+    folder = copy_example(source, tmp_path / example)
+    samples.write_data(tmp_path / "data", "fashion_mnist")
+    subprocess.run(["tar", "-cf", folder / "data.tar", "-C", tmp_path / "data", "."], check=True, timeout=60)
+    lines = readme.block("docs/on-your-cluster.md", 'tar -xf /project/data.tar -C "$folder"')
+    staging = "".join(f"    {line}\n" for line in lines).replace("/project/", f"{folder}/")
+    script = (folder / "run.slurm").read_text()
+    for old, new in (("    until_asked", f"{staging}    until_asked"), ('" "$@"\n', '" "$@" --data-dir "$folder"\n')):
+        assert script.count(old) == 1, script
+        script = script.replace(old, new)
+    (folder / "run.slurm").write_text(script)
+    arguments = ("--dataset", "fashion_mnist", "--epochs", "2", "--batch-size", "16")
+    job = submit(lab, example, folder, *arguments, options=two_processes(source))
+    assert_completed(job, 2, processes=2)
+    outputs.assert_exact_metrics(job.output, "fashion_mnist", str(tmp_path / "data"))
+    for node in lab.nodes:
+        assert "tmp." not in lab.run(["ls", "/tmp"], node=node).stdout

@@ -121,7 +121,7 @@ def test_stopped_and_requeued(
     edits.hold(folder, 2)
     job.wait_for_hold(2)
     faults.requeue(lab, job.id)
-    job.wait_for_line("stopped by a signal", 2)
+    job.wait_for_line("stopped after", 2)
     edits.hold(folder, edits.GO_ON)
     assert_completed(job, EPOCHS, processes=2)
     run = outputs.read_run(job.output)

@@ -98,7 +98,7 @@ def test_gloo_instead_of_mpi(example: str, source: Path, lab: Lab, tmp_path: Pat
     job = submit(lab, example, folder, *words, options=options, line=line)
     job.wait_for_hold(1)
     faults.requeue(lab, job.id)
-    job.wait_for_line("stopped by a signal")
+    job.wait_for_line("stopped after")
     edits.hold(folder, edits.GO_ON)
     assert_completed(job, EPOCHS, processes=2)
     assert job.log.count("2 processes on 2 nodes, gloo on cpu, 1 thread each") == 2, job.log

@@ -68,7 +68,7 @@ def test_stopped_and_continued(example: str, source: Path, lab: Lab, tmp_path: P
     wait_for_start(job, 2)
     job.wait_for_hold(2)
     faults.requeue(lab, job.id)
-    job.wait_for_line("stopped by a signal", 2)
+    job.wait_for_line("stopped after", 2)
     edits.hold(folder, 3)
     wait_for_start(job, 3)
     job.wait_for_hold(3)

@@ -281,7 +281,7 @@ REFUSED = {  # the example, its script, what is changed in it, options of sbatch
         ("^$", ""),
         ("--gpus-per-node=1",),
         {},
-        ["each node has 1 GPUs: --ntasks-per-node has to be 1, too"],
+        ["each node has 1 GPUs: set --ntasks-per-node=1, too"],
     ),
 }
 
