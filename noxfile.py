@@ -57,7 +57,7 @@ def run_tests(session: nox.Session, example: str, kind: str) -> None:
         if not LAUNCHERS[example].pytorch:  # the tests compute with it
             session.install("-r", "examples/ddp_spawn/requirements.txt")
         options = [f"--example={example}", f"--folder={folder}", f"--references={REFERENCES}"]
-        options += [f"--basetemp={place}/tests"]  # its own: a pytest that starts closes the default one to the lab
+        options += [f"--basetemp={place}/tests"]  # pytest closes a default one to the lab
         sessions.pytest(session, kind, *options, *session.posargs)
 
 
@@ -111,11 +111,11 @@ def repo(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure: `-- throughput`, `-- local` or, as root, `-- job` (benchmarks/measure.py)."""
+    """Measure: `-- local` (benchmarks/measure.py)."""
     for example in EXAMPLES:
         if LAUNCHERS[example].pytorch:
             install(session, ROOT / "examples" / example)
-    session.run("python", "-m", "benchmarks.measure", *(session.posargs or ["throughput"]))
+    session.run("python", "-m", "benchmarks.measure", *(session.posargs or ["local"]))
 
 
 @nox.session(python=False)

@@ -1,9 +1,7 @@
 """Measure how fast the examples start and train, and how much memory they take. From the repository's root:
 
-    python -m benchmarks.measure local       # each example here: weights, losses, start-up, samples/s
-    python -m benchmarks.measure job         # as root: the same by each run.slurm, in the lab
-    python -m benchmarks.measure throughput  # samples/s beside a bare loop, on an idle machine
-    python -m benchmarks.measure scaling     # over 1, 2, 4, ... nodes of a cluster, started by scaling.slurm
+    python -m benchmarks.measure local    # each example here: weights, losses, start-up, samples/s
+    python -m benchmarks.measure scaling  # over 1, 2, 4, ... nodes of a cluster, started by scaling.slurm
 
 Each command writes NAME.csv and NAME.md, a table, to the folder --output. `local --help` and so on say more.
 
@@ -14,11 +12,9 @@ until metrics.csv has the first epoch, less its seconds there. Memory is the mos
 
 import argparse
 import contextlib
-import ctypes
 import hashlib
 import inspect
 import math
-import multiprocessing
 import os
 import platform
 import re
@@ -28,11 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from importlib.metadata import version
-from itertools import islice
-from multiprocessing.queues import Queue
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +84,6 @@ def follow(output: Path, ended: Callable[[], bool], processes: Callable[[], list
     return first, largest >> 10
 
 
-def code_lines(path: Path) -> int:
-    """Return how many lines of a Python file are neither blank nor a comment nor its docstring."""
-    code = re.sub(r'\A""".*?"""', "", path.read_text(), flags=re.DOTALL)
-    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in code.splitlines())
-
-
 def limited(args: argparse.Namespace) -> list[str]:
     """Return the flag of train.py that makes a run short, if this was asked for."""
     return [f"--limit-steps={args.limit_steps}"] if args.limit_steps else []
@@ -105,37 +92,19 @@ def limited(args: argparse.Namespace) -> list[str]:
 def compare(args: argparse.Namespace) -> None:
     """Train the ConvNet on the digits with ddp_spawn and the others, and compare weights, losses and costs.
 
-    local: 2 processes each, started by the command of the example's README.
-    job:   4 processes each, started by the example's run.slurm in the lab, on 2 nodes where it can.
-
-    "weights" and "losses" are the largest differences from those of ddp_spawn. The tests check that they are none.
+    Each has 2 processes, started by the command of the example's README. "weights" and "losses" are the largest
+    differences from those of ddp_spawn. The tests check that they are none.
     """
-    from harness import jobs, outputs, runs
-    from lab import Lab, Wanted, why_not
+    from harness import outputs, runs
 
-    in_job = args.command == "job"
-    if in_job and (reason := why_not()):
-        args.error(reason)
     rows: list[dict[str, Any]] = []
     weights, losses = {}, {}
-    with contextlib.ExitStack() as stack:
-        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="measure-")))
-        if in_job:
-            shared = jobs.on_this_machine_only(temporary, Path(sys.prefix))
-            lab = stack.enter_context(Lab(Wanted(jobs.NODES, jobs.CPUS, name="measure", share=shared)))
+    with tempfile.TemporaryDirectory(prefix="measure-") as temporary:
         for name in dict.fromkeys([FIRST, *args.examples]):
-            folder = copy_example(ROOT / "examples" / name, temporary / name)
-            if in_job:
-                words = ["--processes", "4"] * (name == FIRST)  # which starts them itself, on one node
-                options = ("--cpus-per-task=8",) * (name == FIRST)
-                job = jobs.submit(lab, name, folder, *words, *limited(args), options=options)
-                first, memory = follow(job.output, lambda job=job: not job.processes() and job.ended, job.processes)
-                output = job.output
-                assert job.shown["JobState"] == "COMPLETED", f"{name} failed:\n{job.log}"
-            else:
-                run, output = runs.start(name, folder, 2, *limited(args)), folder / "output"
-                first, memory = follow(output, lambda run=run: run.process.poll() is not None, run.pids)
-                assert run.wait().status == 0, f"{name} ended with {run.status}:\n{run.stdout}{run.stderr}"
+            folder = copy_example(ROOT / "examples" / name, Path(temporary, name))
+            run, output = runs.start(name, folder, 2, *limited(args)), folder / "output"
+            first, memory = follow(output, lambda run=run: run.process.poll() is not None, run.pids)
+            assert run.wait().status == 0, f"{name} ended with {run.status}:\n{run.stdout}{run.stderr}"
             history, weights[name] = read_metrics(output), outputs.read_model(output)
             losses[name] = [row["train_loss"] for row in history]
             pairs = zip(losses[name], losses[FIRST], strict=True)
@@ -148,114 +117,11 @@ def compare(args: argparse.Namespace) -> None:
                     "s to the first step": first - history[0]["seconds"],
                     "samples/s": speed(output),
                     "MB per process": memory,
-                    "code lines": code_lines(folder / "train.py"),
                 }
             )
             print(rows[-1], flush=True)
             report.write(rows, args.output / f"{args.command}.csv", machine())
     print(report.table(rows))
-
-
-def loop(rank: int, options: Mapping[str, Any], barrier: Barrier, results: Queue) -> None:
-    """Train on this process's part of the images; put its samples per second in the second epoch into `results`."""
-    import torch
-    from torch.nn import functional as F
-    from torch.utils.data import DataLoader, DistributedSampler
-
-    from common import data
-    from common.models import ConvNet
-
-    libc = ctypes.CDLL(None)  # keep freed memory, as longrun.py does
-    libc.mallopt(-3, 2**30) or libc.mallopt(-3, 2**25)
-    libc.mallopt(-1, 2**31 - 1)
-    torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("high")
-    on_gpu = options["device"] == "cuda"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    train_set, model = data.load("synthetic", size=IMAGES)[0], ConvNet().to(device)
-    sampler = DistributedSampler(train_set, options["processes"], rank, drop_last=True)
-    extra = {"sampler": sampler, "drop_last": True, "collate_fn": data.collate, "pin_memory": on_gpu}
-    loader = DataLoader(train_set, options["batch"], **extra)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=on_gpu)
-    for _ in range(2):
-        barrier.wait()
-        start, samples = time.perf_counter(), 0
-        for images, labels in islice(loader, options["limit"]):
-            images, labels = (part.to(device, non_blocking=True) for part in (images, labels))
-            with torch.autocast(device.type, torch.bfloat16, options["precision"] == "bf16"):
-                logits = model(images)
-            loss = F.cross_entropy(logits.float(), labels)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            samples += len(labels)
-        loss.item()  # waits for a GPU
-    results.put(samples / (time.perf_counter() - start))
-
-
-def bare(processes: int, precision: str, device: str = "cpu", batch: int = BATCH, limit: int | None = None) -> float:
-    """Run `loop` in several processes at once and return the sum of their samples per second."""
-    options = {"processes": processes, "precision": precision, "device": device, "batch": batch, "limit": limit}
-    spawn = multiprocessing.get_context("spawn")
-    barrier, results = spawn.Barrier(processes), spawn.Queue()
-    started = [spawn.Process(target=loop, args=(rank, options, barrier, results)) for rank in range(processes)]
-    for process in started:
-        process.start()
-    rates = [results.get(timeout=1800) for _ in started]
-    for process in started:
-        process.join()
-    return sum(rates)
-
-
-def throughput(args: argparse.Namespace) -> None:
-    """Measure samples per second of the examples beside a bare loop, on CPUs; let nothing else run meanwhile.
-
-    Synthetic 28x28 images, the ConvNet, batch 64 per process, AdamW, two epochs, of which the second counts.
-
-    bare     N independent processes with one thread each: same model, data, batches and settings of malloc, no DDP
-    NAME     examples/NAME/train.py with N processes of one thread
-    """
-    from harness import runs
-
-    all_cores, rows = sorted(os.sched_getaffinity(0)), []
-    with tempfile.TemporaryDirectory(prefix="measure-") as temporary:
-        folders = {name: copy_example(ROOT / "examples" / name, Path(temporary, name)) for name in args.examples}
-        for processes in sorted(set(args.processes)):
-            for precision in args.precisions:
-                for number in range(args.rounds):
-                    rates = {"bare": bare(processes, precision, limit=args.limit_steps)}
-                    for name, folder in folders.items():
-                        output = folder / f"output-{processes}-{precision}-{number}"
-                        words = ["--dataset=synthetic", "--epochs=2", f"--precision={precision}"]
-                        words += [f"--output-dir={output}", *limited(args)]
-                        os.sched_setaffinity(0, all_cores[:processes])  # one core for each process of the run
-                        run = runs.train(name, folder, processes, *words, seconds=1800)
-                        os.sched_setaffinity(0, all_cores)
-                        assert " 1 thread each" in run.stdout, run.stdout
-                        rates[name] = speed(output)
-                    for name, rate in rates.items():
-                        row = {"name": name, "precision": precision, "processes": processes, "round": number}
-                        rows.append(row | {"samples/s": rate, "to bare": rate / rates["bare"]})
-                        print(rows[-1], flush=True)
-                    report.write(rows, args.output / "throughput.csv", machine(), medians(rows))
-    print(report.table(medians(rows)))
-
-
-def medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for all rounds of a measurement: the median speed, and the ratios within the rounds."""
-    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[name] for name in ("name", "precision", "processes")), []).append(row)
-    return [
-        {
-            "name": name,
-            "precision": precision,
-            "processes": processes,
-            "samples/s": statistics.median(row["samples/s"] for row in rounds),
-            "to bare": report.spread([row["to bare"] for row in rounds]),
-        }
-        for (name, precision, processes), rounds in found.items()
-    ]
 
 
 def run_job(args: argparse.Namespace, example: str, batch: int, nodes: int, number: int) -> tuple[int, float]:
@@ -328,7 +194,7 @@ def main() -> None:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m benchmarks.measure", description=__doc__, formatter_class=layout)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, measure in {"local": compare, "job": compare, "throughput": throughput, "scaling": scaling}.items():
+    for name, measure in {"local": compare, "scaling": scaling}.items():
         command = commands.add_parser(name, description=inspect.getdoc(measure), formatter_class=layout)
         command.set_defaults(measure=measure, error=command.error)
         if measure is scaling:
@@ -337,15 +203,11 @@ def main() -> None:
             command.add_argument("--nodes", type=positive, nargs="+", default=[1, 2, 4], help="numbers of nodes")
             command.add_argument("--batch-size", type=positive, default=BATCH, help="per process, on the fewest nodes")
             command.add_argument("--epochs", type=lambda text: positive(text, 2), default=4, help="2 or more")
+            command.add_argument("--rounds", type=positive, default=3)
             command.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="--sbatch=--qos=long")
         else:
             command.add_argument("--examples", nargs="+", choices=ALIKE, default=ALIKE)
             command.add_argument("--limit-steps", type=positive, help="of an epoch: to try the program")
-        if measure is throughput:
-            command.add_argument("--processes", type=positive, nargs="+", default=[1, 2])
-            command.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
-        if measure is not compare:
-            command.add_argument("--rounds", type=positive, default=3)
         folder = ROOT / "results" / ("scaling" if measure is scaling else "")
         command.add_argument("--output", type=Path, default=folder, help="folder for what is written")
     args = parser.parse_args()

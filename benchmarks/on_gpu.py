@@ -14,7 +14,7 @@ killed   killed with SIGKILL after two epochs, then resumed; each process uses t
 bf16     it learns in bf16, and where train.py offers it in fp16
 modes    flags that matter on GPUs only, such as --tensor-parallel
 verify   the rows of verify/ that apply; with one GPU those that need one process
-speed    images/s of the ConvNet in bf16 beside a bare loop without DDP, at two batch sizes
+speed    images/s of the ConvNet with and without bf16, at two batch sizes
 large    speed, memory and power at a size that fills a GPU: a GPT of 124 million weights, ResNet-50 from JPEG files
 
 Rows before `speed` run for several examples at a time (--at-once), and may take 60 % of the time.
@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.measure import bare, commit, cores, positive, speed, use_this_python
+from benchmarks.measure import commit, cores, positive, speed, use_this_python
 from harness import outputs, runs
 from harness.edits import GO_ON, hold, hold_epochs
 from harness.launchers import LAUNCHERS, ROOT, copy_example
@@ -95,7 +95,6 @@ class Bench:
     started: float = field(default_factory=time.monotonic)
     stopped: bool = False
     rows: list[dict[str, Any]] = field(default_factory=list)
-    rates: dict[int, float] = field(default_factory=dict)  # of the bare loop, by batch size
 
     @property
     def csv(self) -> Path:
@@ -223,19 +222,16 @@ def verify(bench: Bench, example: str, folder: Path) -> str:
 
 
 def images_per_second(bench: Bench, example: str, folder: Path) -> str:
-    """Measure the ConvNet in bf16 at two batch sizes, each beside the bare loop."""
+    """Measure the ConvNet with and without bf16, at two batch sizes."""
     if not LAUNCHERS[example].convnet:
-        raise LeftOut("the bare loop trains the ConvNet")
+        raise LeftOut("the row is for the ConvNet")
     texts = []
     for batch in (64, 512):
-        if batch not in bench.rates:
-            device = "cuda" if bench.about["gpus"] else "cpu"
-            bench.rates[batch] = bare(bench.processes, "bf16", device, batch, bench.args.limit_steps)
-        words = f"--dataset synthetic --epochs 3 --precision bf16 --batch-size {batch}"
-        shutil.rmtree(folder / "output", ignore_errors=True)
-        bench.train(example, folder, words)
-        rate = speed(folder / "output")
-        texts.append(f"batch {batch}: {rate:,.0f} images/s, {rate / bench.rates[batch]:.2f} of the bare loop")
+        for precision in ("fp32", "bf16"):
+            words = f"--dataset synthetic --epochs 3 --precision {precision} --batch-size {batch}"
+            shutil.rmtree(folder / "output", ignore_errors=True)
+            bench.train(example, folder, words)
+            texts.append(f"batch {batch}, {precision}: {speed(folder / 'output'):,.0f} images/s")
     return "; ".join(texts)
 
 

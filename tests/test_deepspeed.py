@@ -58,6 +58,7 @@ def test_stage_3_without_a_compiler(example: str, folder: Path, reference: Refer
     assert not list(Path(bare["TORCH_EXTENSIONS_DIR"]).glob("**/*.so"))
 
 
+@pytest.mark.runs("full")  # .ci/run: fsdp
 def test_killed_while_saving(example: str, folder: Path, reference: Reference) -> None:
     """Killed with half a shard of epoch 2 written: --resume continues from epoch 1, which checkpoint.pt names.
 

@@ -85,9 +85,8 @@ def plain_training() -> tuple[dict[str, torch.Tensor], list[float], list[float]]
     return weights, means, test_losses
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=[pytest.mark.runs("full")] * (mesh != "2x2"), id=mesh) for mesh in MESHES]
-)
+@pytest.mark.runs("full")
+@pytest.mark.parametrize("mesh", MESHES)
 def test_mesh(example: str, folder: Path, mesh: str) -> None:
     """Every mesh takes the steps of plain PyTorch in one process, gradients clipped and accumulated, to 1e-9 in fp64.
 

@@ -37,6 +37,7 @@ def test_in_an_allocation(example: str, folder: Path, reference: Reference) -> N
     assert files == {".lock", "metrics.csv", "run.json", "checkpoint.pt", "model.pt"}
 
 
+@pytest.mark.runs("full")
 def test_callbacks(example: str, folder: Path) -> None:
     """The page's diff: the best epoch has a file of its own, and the run ends early; so does a resume."""
     page = (Path(__file__).parents[1] / "docs" / "lightning.md").read_text()

@@ -70,7 +70,8 @@ def write(path: Path, kind: str) -> list[dict]:
     return rows
 
 
-@pytest.mark.parametrize("kind", [pytest.param("prompts", marks=pytest.mark.runs("full")), "messages"])
+@pytest.mark.runs("full")
+@pytest.mark.parametrize("kind", ["prompts", "messages"])
 def test_formats(example: str, folder: Path, kind: str) -> None:
     """One process and two, which accumulate, train the same. Of prompts the completions alone are counted."""
     rows = write(folder / "lines.jsonl", kind)

@@ -22,7 +22,7 @@ EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: samples per batch o
 
 
 def train_one_epoch(accelerator, ddp_model, train_loader, optimizer):
-    """Train to the end of an epoch; return the mean loss over the samples of all processes."""
+    """Train for one epoch; return the mean loss over the samples of all processes."""
     ddp_model.train()
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # loss, samples
     for images, labels in train_loader:
@@ -30,7 +30,7 @@ def train_one_epoch(accelerator, ddp_model, train_loader, optimizer):
         logits = ddp_model(images)
         loss = F.cross_entropy(logits, labels)
         accelerator.backward(loss)  # ddp: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
+        sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
         sums[1] += len(labels)
         optimizer.step()
         optimizer.zero_grad()
@@ -42,7 +42,7 @@ def train_one_epoch(accelerator, ddp_model, train_loader, optimizer):
 def evaluate(accelerator, model, test_loader):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
-    for buffer in model.buffers():  # ddp: BatchNorm's statistics differ by process: use rank 0's
+    for buffer in model.buffers():  # ddp: use rank 0's buffers: those of BatchNorm differ
         dist.broadcast(buffer, src=0)
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss, correct, samples
     for images, labels in test_loader:
@@ -68,23 +68,23 @@ def main():
     train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
     # ddp: shuffled parts of equal length; a process with one more step would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
+    # collate_fn: joins samples into a batch; our data sets already return whole batches
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
     # ddp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
 
-    torch.manual_seed(SEED + rank)  # ddp: dropout differs by process; DDP copies rank 0's weights
+    torch.manual_seed(SEED + rank)  # ddp: dropout, if there is any, differs by process
     model = ConvNet().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LR, fused=device.type == "cuda")
     # accelerate: wraps the model in DDP, which copies rank 0's weights and averages gradients.
     # prepare() does not get the loaders, because it would repeat their last samples.
     ddp_model, optimizer = accelerator.prepare(model, optimizer)
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
+        sampler.set_epoch(epoch)  # ddp: a new order in each epoch; each process takes its part
         train_loss = train_one_epoch(accelerator, ddp_model, train_loader, optimizer)
-        # Not ddp_model: its forward pass can wait for a process that has no test batch left.
+        # Use model: ddp_model's forward pass can wait for a process without a test batch.
         test_loss, accuracy = evaluate(accelerator, model, test_loader)
         if rank == 0:
             losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"

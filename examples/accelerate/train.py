@@ -40,9 +40,9 @@ def parse_args():
     add("--lr", type=float, default=1e-3, help="learning rate")
     add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
     add("--max-grad-norm", type=float, help="clip the norm of the gradients to this value")
-    add("--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="bf16: mixed")
+    add("--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="bf16 is mixed")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
-    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
+    add("--timeout", type=positive, default=300, help="seconds per batch; 10 times that for a save")
     add("--checkpoint-every", type=float, metavar="MINUTES", help="also save within an epoch")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
@@ -53,7 +53,7 @@ def parse_args():
     # accelerate: the launcher sets these if your configuration file says so
     if "true" in map(os.environ.get, ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")):
         parser.error("DeepSpeed and FSDP have other checkpoints: use the example deepspeed or fsdp")
-    batches = int(os.environ["WORLD_SIZE"]) * args.gradient_accumulation_steps  # per step
+    batches = int(os.environ["WORLD_SIZE"]) * args.gradient_accumulation_steps  # of all, per step
     args.global_batch = args.global_batch or args.batch_size * batches
     args.batch_size, rest = divmod(args.global_batch, batches)
     if rest or not args.batch_size:
@@ -107,7 +107,7 @@ def train_one_epoch(args, accelerator, ddp_model, batches, stateful, progress):
             loss = F.cross_entropy(logits, labels)
             # accelerate: divides the loss by the number of batches per step
             accelerator.backward(loss)  # ddp: averages the gradients
-        sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
+        sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
         sums[1] += len(labels)
         if part == 0:
             if args.max_grad_norm:
@@ -124,7 +124,7 @@ def train_one_epoch(args, accelerator, ddp_model, batches, stateful, progress):
                 so_far = progress | {"sums": accelerator.reduce(sums)}
                 longrun.save_checkpoint(args, stateful, so_far)
             if answer == longrun.STOP:
-                longrun.end(args, progress, "stopped")  # stop: exits; job.sh requeues the job
+                longrun.end(args, progress, "stopped")  # stop: exits; job.sh may requeue the job
         longrun.seed(args.seed, progress["step"], part, dist.get_rank())  # for the next batch
         longrun.alive(args.timeout)  # ends the process if the next call comes too late
     sums = accelerator.reduce(sums)  # ddp: sum over all processes; each must call this
@@ -135,7 +135,7 @@ def train_one_epoch(args, accelerator, ddp_model, batches, stateful, progress):
 def evaluate(args, accelerator, model, test_loader):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
-    for buffer in model.buffers():  # ddp: BatchNorm's statistics differ by process: use rank 0's
+    for buffer in model.buffers():  # ddp: use rank 0's buffers: those of BatchNorm differ
         dist.broadcast(buffer, src=0)
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss, correct, samples
     for batch in islice(test_loader, args.limit_steps):
@@ -162,7 +162,7 @@ def main(args):
     steps = min(len(sampler) // (args.batch_size * parts), args.limit_steps or len(train_set))
     if not steps:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
+    # collate_fn: joins samples into a batch; our data sets already return whole batches
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     # ddp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
@@ -181,8 +181,8 @@ def main(args):
     progress = {"step": 0, "epoch_step": 0, "history": [], "sums": torch.zeros(2).double()}
     what = f"{type(model).__name__} on {args.dataset}"
     where = "nccl on cuda" if device.type == "cuda" else "gloo on cpu"
-    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)
-    # ddp: the sums in a checkpoint are over all processes: only rank 0 continues them
+    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)  # resume
+    # ddp: a checkpoint has the sums of all processes: rank 0 takes them, the others start at 0
     progress["sums"] = progress["sums"].to(device) * (rank == 0)
     # accelerate: wraps the model in DDP, which copies rank 0's weights and averages gradients.
     # prepare() does not get the loaders, because it would repeat their last samples. It does not
@@ -190,16 +190,16 @@ def main(args):
     ddp_model, stateful["optimizer"] = accelerator.prepare(model, optimizer)
 
     for epoch in range(len(progress["history"]), args.epochs):
-        sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
+        sampler.set_epoch(epoch)  # ddp: a new order in each epoch; each process takes its part
         done = progress["epoch_step"] * parts  # batches done before a stop in this epoch
         left = list(sampler)[done * args.batch_size :]  # the indices that are still to be read
-        longrun.seed(args.seed, epoch, rank)  # for the loader's workers, if it has any
+        longrun.seed(args.seed, epoch, rank)  # the loader's workers, if any, take their seeds here
         train_loader = DataLoader(train_set, args.batch_size, sampler=left, drop_last=True, **extra)
         count, start = max(0, steps * parts - done), time.perf_counter()
         batches = islice(train_loader, count)  # leaves out an incomplete last step
         train_loss = train_one_epoch(args, accelerator, ddp_model, batches, stateful, progress)
         seconds = time.perf_counter() - start
-        # Not ddp_model: its forward pass can wait for a process that has no test batch left.
+        # Use model: ddp_model's forward pass can wait for a process without a test batch.
         test_loss, accuracy = evaluate(args, accelerator, model, test_loader)
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
         speed = count * args.batch_size * world_size / seconds

@@ -1,4 +1,4 @@
-"""Train a ConvNet with DistributedDataParallel (DDP), on processes which this script starts.
+"""Train a ConvNet with DistributedDataParallel (DDP), in processes that this script starts.
 
 Locally:   python minimal.py
 On SLURM:  sbatch minimal.slurm
@@ -23,7 +23,7 @@ EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: samples per batch o
 
 
 def train_one_epoch(ddp_model, train_loader, optimizer, device):
-    """Train to the end of an epoch; return the mean loss over the samples of all processes."""
+    """Train for one epoch; return the mean loss over the samples of all processes."""
     ddp_model.train()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
     for images, labels in train_loader:
@@ -31,7 +31,7 @@ def train_one_epoch(ddp_model, train_loader, optimizer, device):
         logits = ddp_model(images)
         loss = F.cross_entropy(logits, labels)
         loss.backward()  # ddp: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
+        sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
         sums[1] += len(labels)
         optimizer.step()
         optimizer.zero_grad()
@@ -43,7 +43,7 @@ def train_one_epoch(ddp_model, train_loader, optimizer, device):
 def evaluate(model, test_loader, device):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
-    for buffer in model.buffers():  # ddp: BatchNorm's statistics differ by process: use rank 0's
+    for buffer in model.buffers():  # ddp: use rank 0's buffers: those of BatchNorm differ
         dist.broadcast(buffer, src=0)
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
     for images, labels in test_loader:
@@ -57,14 +57,14 @@ def evaluate(model, test_loader, device):
 
 
 def main(rank, world_size, port):
-    """Train as one process of world_size; `port` is the port of launch()'s store."""
-    if "OMP_NUM_THREADS" not in os.environ:  # share the cores that this job may use
+    """Train as process `rank` of world_size processes; launch()'s store is at `port`."""
+    if "OMP_NUM_THREADS" not in os.environ:  # CPU threads of a process: its share of the cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32: faster, less exact fp32 matrix products
-    # ddp: the store is a small server in the parent; here the processes exchange their addresses
+    # ddp: launch() has started the store, a small server, through which processes find each other
     store = dist.TCPStore("127.0.0.1", port)
     # ddp: NCCL moves tensors between GPUs, Gloo between CPUs
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -73,22 +73,22 @@ def main(rank, world_size, port):
     train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
     # ddp: shuffled parts of equal length; a process with one more step would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
+    # collate_fn: joins samples into a batch; our data sets already return whole batches
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
     # ddp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
 
-    torch.manual_seed(SEED + rank)  # ddp: dropout differs by process; DDP copies rank 0's weights
+    torch.manual_seed(SEED + rank)  # ddp: dropout, if there is any, differs by process
     model = ConvNet().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LR, fused=device.type == "cuda")
     # ddp: copies rank 0's weights to all processes, and averages gradients in backward()
     ddp_model = DistributedDataParallel(model)
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
+        sampler.set_epoch(epoch)  # ddp: a new order in each epoch; each process takes its part
         train_loss = train_one_epoch(ddp_model, train_loader, optimizer, device)
-        # Not ddp_model: its forward pass can wait for a process that has no test batch left.
+        # Use model: ddp_model's forward pass can wait for a process without a test batch.
         test_loss, accuracy = evaluate(model, test_loader, device)
         if rank == 0:
             losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"

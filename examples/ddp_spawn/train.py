@@ -38,9 +38,9 @@ def parse_args():
     add("--global-batch", type=positive, help="samples per step; sets --batch-size")
     add("--lr", type=float, default=1e-3, help="learning rate")
     add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
-    add("--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="bf16: mixed")
+    add("--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="bf16 is mixed")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
-    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
+    add("--timeout", type=positive, default=300, help="seconds per batch; 10 times that for a save")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
     add("--limit-steps", type=positive, help="steps and test batches per epoch, for a short trial")
@@ -56,7 +56,7 @@ def setup(args, rank, port):
     """Join the process group, and return this process's device."""
     gather, leave = dist.all_gather_object, dist.destroy_process_group
     longrun.prepare(args, rank, args.processes, gather, leave)
-    if "OMP_NUM_THREADS" not in os.environ:  # share the cores that this job may use
+    if "OMP_NUM_THREADS" not in os.environ:  # CPU threads of a process: its share of the cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // args.processes))
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -64,7 +64,7 @@ def setup(args, rank, port):
         torch.set_float32_matmul_precision("high")  # TF32: faster, less exact fp32 matrix products
     # ddp: NCCL for tensors on GPUs; Gloo for tensors on the CPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    # ddp: the store is a small server in the parent; here the processes exchange their addresses
+    # ddp: launch() has started the store, a small server, through which processes find each other
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=args.timeout))
     timeout = timedelta(seconds=10 * args.timeout)
     dist.init_process_group(backend, None, timeout, args.processes, rank, store)
@@ -92,7 +92,7 @@ def train_one_epoch(args, ddp_model, batches, stateful, device, progress):
         logits, labels = predict(args, ddp_model, batch, device)
         loss = F.cross_entropy(logits, labels)
         loss.backward()  # ddp: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
+        sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
         sums[1] += len(labels)
         optimizer.step()
         scheduler.step()
@@ -107,7 +107,7 @@ def train_one_epoch(args, ddp_model, batches, stateful, device, progress):
 def evaluate(args, model, test_loader, device):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
-    for buffer in model.buffers():  # ddp: BatchNorm's statistics differ by process: use rank 0's
+    for buffer in model.buffers():  # ddp: use rank 0's buffers: those of BatchNorm differ
         dist.broadcast(buffer, src=0)
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
     for batch in islice(test_loader, args.limit_steps):
@@ -142,7 +142,7 @@ def main(rank, args, port):
     steps = min(len(sampler) // args.batch_size, args.limit_steps or len(train_set))
     if not steps:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
+    # collate_fn: joins samples into a batch; our data sets already return whole batches
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     # ddp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
@@ -160,20 +160,20 @@ def main(rank, args, port):
     progress = {"step": 0, "history": []}  # optimizer steps of the run, and rows of metrics.csv
     what = f"{type(model).__name__} on {args.dataset}"
     where = "nccl on cuda" if device.type == "cuda" else "gloo on cpu"
-    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)
+    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)  # resume
     # ddp: copies rank 0's weights to all processes, and averages gradients in backward()
     ddp_model = DistributedDataParallel(model)
 
     for epoch in range(len(progress["history"]), args.epochs):
-        sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
-        longrun.seed(args.seed, epoch, rank)  # for the loader's workers, if it has any
+        sampler.set_epoch(epoch)  # ddp: a new order in each epoch; each process takes its part
+        longrun.seed(args.seed, epoch, rank)  # the loader's workers, if any, take their seeds here
         train_loader = DataLoader(
             train_set, args.batch_size, sampler=sampler, drop_last=True, **extra
         )
         batches, start = islice(train_loader, args.limit_steps), time.perf_counter()
         train_loss = train_one_epoch(args, ddp_model, batches, stateful, device, progress)
         seconds = time.perf_counter() - start
-        # Not ddp_model: its forward pass can wait for a process that has no test batch left.
+        # Use model: ddp_model's forward pass can wait for a process without a test batch.
         test_loss, accuracy = evaluate(args, model, test_loader, device)
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
         speed = steps * args.global_batch / seconds

@@ -30,7 +30,7 @@ CONFIG = {
 
 
 def train_one_epoch(engine, train_loader, device):
-    """Train to the end of an epoch; return the mean loss over the samples of all processes."""
+    """Train for one epoch; return the mean loss over the samples of all processes."""
     engine.train()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
     for images, labels in train_loader:
@@ -38,7 +38,7 @@ def train_one_epoch(engine, train_loader, device):
         logits = engine(images)
         loss = F.cross_entropy(logits, labels)
         engine.backward(loss)  # deepspeed: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
+        sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
         sums[1] += len(labels)
         engine.step()  # deepspeed: each process updates its part of the weights, and gets the rest
     dist.all_reduce(sums)  # deepspeed: sum over all processes; all must call this, or others hang
@@ -77,7 +77,7 @@ def main():
     train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
     # deepspeed: shuffled parts of equal length; a process with one more step would hang
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
+    # collate_fn: joins samples into a batch; our data sets already return whole batches
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
     # deepspeed: reads each test sample once; DistributedSampler would repeat or leave out some
@@ -104,5 +104,5 @@ def main():
 
 if __name__ == "__main__":
     if "LOCAL_RANK" not in os.environ:
-        raise SystemExit("minimal.py: error: start it with torchrun, as its first lines say")
+        raise SystemExit("start it by: torchrun --standalone --nproc-per-node=2 minimal.py")
     main()

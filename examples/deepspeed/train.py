@@ -45,7 +45,7 @@ def parse_args():
     add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="the file may ask for bf16")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
-    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
+    add("--timeout", type=positive, default=300, help="seconds per batch; 10 times that for a save")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
     add("--limit-steps", type=positive, help="steps and test batches per epoch, for a short trial")
@@ -92,7 +92,7 @@ def train_one_epoch(args, engine, batches, device, progress):
         logits, labels = predict(engine, batch, device)
         loss = F.cross_entropy(logits, labels)
         engine.backward(loss)  # deepspeed: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
+        sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
         sums[1] += len(labels)
         engine.step()  # deepspeed: after a step's last batch optimizer.step() and zero_grad()
         longrun.alive(args.timeout)  # ends the process if the next call comes too late
@@ -147,7 +147,7 @@ def main(args):
     steps = min(len(sampler) // (args.batch_size * parts), args.limit_steps or len(train_set))
     if not steps:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
+    # collate_fn: joins samples into a batch; our data sets already return whole batches
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     # deepspeed: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
@@ -171,14 +171,14 @@ def main(args):
     progress = {"step": 0, "history": []}  # optimizer steps of the run, and rows of metrics.csv
     what = f"{type(model).__name__} on {args.dataset}"
     where = "nccl on cuda" if device.type == "cuda" else "gloo on cpu"
-    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)
+    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)  # resume
     if progress["step"]:  # deepspeed: each process reads its own files
         engine.load_checkpoint(*sharded.find_checkpoint(args, progress))
         sharded.scale_rates(args, progress, engine.optimizer, engine.lr_scheduler)
 
     for epoch in range(len(progress["history"]), args.epochs):
         sampler.set_epoch(epoch)  # deepspeed: another order in each epoch, the same for all
-        longrun.seed(args.seed, epoch, rank)  # for the loader's workers, if it has any
+        longrun.seed(args.seed, epoch, rank)  # the loader's workers, if any, take their seeds here
         train_loader = DataLoader(
             train_set, args.batch_size, sampler=sampler, drop_last=True, **extra
         )

@@ -28,14 +28,14 @@ def predict(model, batch, device):
 
 
 def train_one_epoch(model, train_loader, optimizer, device):
-    """Train to the end of an epoch; return the mean loss over the tokens of all processes."""
+    """Train for one epoch; return the mean loss over the tokens of all processes."""
     model.train()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
     for batch in train_loader:
         logits, labels = predict(model, batch, device)
         loss = token_loss(logits, labels)
         loss.backward()  # fsdp: averages the gradients; each process keeps those of its shard
-        sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
+        sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
         sums[1] += len(labels)
         optimizer.step()  # fsdp: each process updates its shard of the weights
         optimizer.zero_grad()
@@ -75,7 +75,7 @@ def main():
     train_set, test_set = data.load()  # random tokens, the same in all processes
     # fsdp: shuffled parts of equal length; a process with one more step would hang
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
+    # collate_fn: joins samples into a batch; our data sets already return whole batches
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
     # fsdp: reads each test sample once; DistributedSampler would repeat or leave out some
@@ -110,5 +110,5 @@ def main():
 
 if __name__ == "__main__":
     if "LOCAL_RANK" not in os.environ:
-        raise SystemExit("minimal.py: error: start it with torchrun, as its first lines say")
+        raise SystemExit("start it by: torchrun --standalone --nproc-per-node=2 minimal.py")
     main()

@@ -53,9 +53,9 @@ def parse_args():
     add("--lr", type=float, default=1e-3, help="learning rate")
     add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
     add("--max-grad-norm", type=float, help="clip the norm of the gradients to this value")
-    add("--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="bf16: mixed")
+    add("--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="bf16 is mixed")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
-    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
+    add("--timeout", type=positive, default=300, help="seconds per batch; 10 times that for a save")
     add("--checkpoint-every", type=float, metavar="MINUTES", help="also save within an epoch")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
@@ -70,7 +70,7 @@ def parse_args():
         parser.error("--tensor-parallel times --replicas must divide the number of processes")
     if args.width % args.heads or args.heads % args.tensor_parallel:
         parser.error("--heads must divide --width, and --tensor-parallel must divide --heads")
-    batches = args.groups * args.gradient_accumulation_steps  # per step
+    batches = args.groups * args.gradient_accumulation_steps  # of all, per step
     args.global_batch = args.global_batch or args.batch_size * batches
     args.batch_size, rest = divmod(args.global_batch, batches)
     if rest or not args.batch_size:
@@ -123,7 +123,7 @@ def train_one_epoch(args, model, optimizer, batches, stateful, progress):
         loss = loss_function(logits, labels)
         (loss / args.gradient_accumulation_steps).backward()  # fsdp: averages, and keeps a shard
         count = len(labels) / args.tensor_parallel  # tensor: each process counts its share
-        sums[0] += loss.detach() * count  # .item() would make Python wait for the GPU
+        sums[0] += loss.detach() * count  # not .item(): Python would wait for the GPU
         sums[1] += count
         if part == 0:
             if args.max_grad_norm:
@@ -137,7 +137,7 @@ def train_one_epoch(args, model, optimizer, batches, stateful, progress):
             if answer != longrun.GO_ON:
                 save_checkpoint(args, model, optimizer, stateful, progress)
             if answer == longrun.STOP:
-                longrun.end(args, progress, "stopped")  # stop: exits; job.sh requeues the job
+                longrun.end(args, progress, "stopped")  # stop: exits; job.sh may requeue the job
         longrun.seed(args.seed, progress["step"], part, args.group)  # for the next batch
         longrun.alive(args.timeout)  # ends the process if the next call comes too late
     dist.all_reduce(sums)  # fsdp: sum over all processes; each must call this, or the others hang
@@ -208,7 +208,7 @@ def main(args):
     steps = min(len(sampler) // (args.batch_size * parts), args.limit_steps or len(train_set))
     if not steps or len(test_set) < args.groups:
         longrun.fail(f"too few samples: {len(sampler)} for each group, {len(test_set)} to test")
-    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
+    # collate_fn: joins samples into a batch; our data sets already return whole batches
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     # fsdp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(args.group, len(test_set), args.groups))
@@ -231,7 +231,7 @@ def main(args):
     progress = {"step": 0, "epoch_step": 0, "history": [], "sums": torch.zeros(2).double()}
     what = f"{type(whole).__name__} on {args.data_dir or 'a random source'}"
     where = "nccl on cuda" if device.type == "cuda" else "gloo on cpu"
-    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)
+    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)  # resume
     if progress["step"]:  # fsdp: each process reads its shards, even if other processes wrote them
         folder, name = sharded.find_checkpoint(args, progress)
         dcp.load({"state": parallel.State(model, optimizer)}, checkpoint_id=folder / name)
@@ -248,7 +248,7 @@ def main(args):
         sampler.set_epoch(epoch)  # fsdp: another order in each epoch, the same in all processes
         done = progress["epoch_step"] * parts  # batches done before a stop in this epoch
         left = list(sampler)[done * args.batch_size :]  # the indices that are still to be read
-        longrun.seed(args.seed, epoch, args.group)  # for the loader's workers, if it has any
+        longrun.seed(args.seed, epoch, args.group)  # workers of the loader, if any, take these
         train_loader = DataLoader(train_set, args.batch_size, sampler=left, drop_last=True, **extra)
         count, start = max(0, steps * parts - done), time.perf_counter()
         batches = islice(train_loader, count)  # leaves out an incomplete last step

@@ -38,9 +38,9 @@ def parse_args():
     add("--lr", type=float, default=1e-3, help="learning rate")
     add("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by world size, or its root")
     add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
-    add("--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="bf16: mixed")
+    add("--precision", choices=("fp32", "bf16", "fp64"), default="fp32", help="bf16 is mixed")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
-    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
+    add("--timeout", type=positive, default=300, help="seconds per batch; 10 times that for a save")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
     add("--limit-steps", type=positive, help="steps and test batches per epoch, for a short trial")
@@ -64,7 +64,7 @@ def setup(args):
     longrun.prepare(args, rank, world_size, gather, hvd.shutdown)
     if world_size == 1 and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         longrun.fail("srun's tasks do not know of each other: use srun --mpi=pmix, see README.md")
-    if "OMP_NUM_THREADS" not in os.environ:  # share the cores that this job may use
+    if "OMP_NUM_THREADS" not in os.environ:  # CPU threads of a process: its share of the cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
     args.global_batch = args.global_batch or args.batch_size * world_size
     args.batch_size, rest = divmod(args.global_batch, world_size)
@@ -154,7 +154,7 @@ def main(args):
     steps = min(len(sampler) // args.batch_size, args.limit_steps or len(train_set))
     if not steps:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
+    # collate_fn: joins samples into a batch; our data sets already return whole batches
     extra = {"collate_fn": data.collate}
     # horovod: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
@@ -172,14 +172,14 @@ def main(args):
     progress = {"step": 0, "history": []}  # optimizer steps of the run, and rows of metrics.csv
     what = f"{type(model).__name__} on {args.dataset}"
     where = "mpi on cpu" if hvd.mpi_enabled() else "gloo on cpu"
-    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)
+    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)  # resume
     if progress["step"]:  # horovod: without a state this call would take a step to create one
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # horovod: rank 0's weights to all
 
     for epoch in range(len(progress["history"]), args.epochs):
         sampler.set_epoch(epoch)  # horovod: another order in each epoch, the same in all processes
-        longrun.seed(args.seed, epoch, rank)  # for the loader's workers, if it has any
+        longrun.seed(args.seed, epoch, rank)  # the loader's workers, if any, take their seeds here
         train_loader = DataLoader(
             train_set, args.batch_size, sampler=sampler, drop_last=True, **extra
         )

@@ -12,19 +12,19 @@ told() {                         # print a value from SLURM, such as `told JobSt
     scontrol show "$2" "$3" | sed -n "s/.*\b$1=\([^ ]*\).*/\1/p" | head -n 1
 }
 
-# A task, and a requeued job in its copy of this file, have these variables already.
+# Tasks, and the copy of this file that a requeued job sources, have these variables already.
 if [[ ! "${BASH_SOURCE[0]}" -ef "${code:-}/job.sh" ]]; then
-    # Not on a login node, nor in a step without a terminal: `srun bash run.slurm` would hang.
+    # Refuse login nodes, and steps without a terminal: `srun bash run.slurm` would hang.
     [[ "${SLURMD_NODENAME:-}" && (-v SLURM_PTY_PORT || ! -v SLURM_STEP_ID ||
         ! "$(told State step "$SLURM_JOB_ID.$SLURM_STEP_ID")") ]] ||
         fail "submit it from its folder: sbatch run.slurm"
     shown="$(scontrol show job "$SLURM_JOB_ID")" || true
-    # In an array the job is this task alone. SLURM_ARRAY_* can come from the submitting shell.
+    # In an array, `job` is one array task. SLURM_ARRAY_* can come from the submitting shell.
     [[ ! "$shown" || "$shown" == *" ArrayJobId="* ]] || unset "${!SLURM_ARRAY_@}"
     job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_JOB_ID:+_$SLURM_ARRAY_TASK_ID}"
     output="${OUTPUT_DIR:-output/$job}" before=""
     for word in "$@"; do         # sbatch run.slurm --output-dir output/1234 continues job 1234
-        [[ "$before" != --out?(put)?(-d*([a-z])) ]] || output="$word"  # or shorter, as --output
+        [[ "$before" != --out?(put)?(-d*([a-z])) ]] || output="$word"  # also the short --output
         [[ "$word" != --out?(put)?(-d*([a-z]))=* ]] || output="${word#*=}"
         before="$word"
     done
@@ -43,12 +43,12 @@ prepare() {
     mkdir -p "$output"
     rm -f "$stop_file" "$output"/{stopped,finished}
     trap stop_in_time USR1 TERM  # USR1: near the time limit; TERM: at a preemption
-    # Forget variables of an outer job (GPUs: if this one asked for none), and a site's defaults.
+    # Unset variables of an outer job (GPUs: if this one asked for none), and a site's defaults.
     unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_@}" SLURM_TIMELIMIT SLURM_GRES SRUN_EXPORT_ENV
     [[ ! "$shown" || "$shown" =~ TresPer[A-Za-z]+=[^[:space:]]*gpu ]] ||
         unset "${!SLURM_GPUS@}" SLURM_TRES_PER_TASK
     unset PYTHONHOME PYTHONSAFEPATH OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY KMP_AFFINITY
-    ulimit -Sn 65536 2>/dev/null || ulimit -Sn "$(ulimit -Hn)"  # a socket for each process
+    ulimit -Sn 65536 2>/dev/null || ulimit -Sn "$(ulimit -Hn)"  # files: a socket per process
     [[ "$shown" != *HetJobId=* ]] || fail "a heterogeneous job is not supported: use one component"
     [[ "${SLURM_CPUS_PER_TASK:-}" ]] || fail "ask for cores with #SBATCH --cpus-per-task"
     python="$(realpath -ms "$VENV")/bin/python" leads="$(realpath -m "$VENV/bin/python")"
@@ -90,7 +90,7 @@ in_image() (
     exec "$(type -P apptainer || type -P singularity)" "${flags[@]}" "$IMAGE" "$@"
 )
 
-# Print the address by which this node reaches the host $1: its name may resolve to 127.0.1.1.
+# Print this node's address on the way to host $1; this node's name may resolve to 127.0.1.1.
 own_address() {
     ip -4 route get "$(getent ahostsv4 "$1" | awk '{ print $1; exit }')" 2>/dev/null |
         sed -n 's/.* src \([^ ]*\).*/\1/p' || true
@@ -102,17 +102,17 @@ meet_at_this_node() {
     [[ "$SLURM_JOB_NUM_NODES" -gt 1 ]] || return 0
     second="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 2p)"
     MASTER_ADDR="$(own_address "$(told NodeAddr node "$second" || echo "$second")")"
-    [[ "$MASTER_ADDR" ]] || MASTER_ADDR="$(hostname)"  # there is no program `ip`
+    [[ "$MASTER_ADDR" ]] || MASTER_ADDR="$(hostname)"  # without the program `ip`
 }
 
-# In a task: set address, this node's address, and the network interface of Gloo, if it is not set.
+# In a task: set $address (of this node), and Gloo's network interface unless the user has set it.
 choose_interface() {
     address="$(own_address "$MASTER_ADDR")"
     interface="$(ip -4 -o address show to "$address" | awk '{ print $2; exit }')" || return 0
     [[ ! "$interface" ]] || export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$interface}"
 }
 
-# In a task: set processes to the node's number of GPUs, or $1 without GPUs, and OMP_NUM_THREADS.
+# In a task: set OMP_NUM_THREADS, and $processes: the node's number of GPUs, or $1 without GPUs.
 share_node() {
     processes="$((${SLURM_GPUS_ON_NODE:-0} > 0 ? SLURM_GPUS_ON_NODE : $1))"
     threads="$((SLURM_CPUS_PER_TASK > processes ? SLURM_CPUS_PER_TASK / processes : 1))"
@@ -129,7 +129,7 @@ follow() {
     done
 }
 
-# In a task: run $@. The trap above makes the file that stops train.py.
+# In a task: run $@. The trap on USR1 and TERM makes the file that stops train.py.
 until_asked_to_stop() {
     follow "$@"
     exit "$status"
@@ -147,7 +147,7 @@ run() {
     exit "$status"
 }
 
-# Ask train.py to save and end. It has until 20 s before the end; then the job is requeued.
+# Ask train.py to save and end. If it has not ended 20 s before the limit, requeue the job.
 stop_in_time() {
     trap "" USR1 TERM            # the first signal is enough
     echo SLURM >>"$stop_file"
@@ -169,7 +169,7 @@ still_running() {                # fails if the job is cancelled, requeued or at
     [[ "${state:-RUNNING}" == RUNNING ]]  # SLURM may not answer for a moment
 }
 
-# Requeue the job, unless it was cancelled, or has saved nothing, which would repeat for ever.
+# Requeue the job, unless it was cancelled, or has saved nothing (it would repeat for ever).
 requeue() {
     still_running || return 0
     [[ "$(find "$output/" -maxdepth 1 -name 'checkpoint*' -newer "$output/started-$job")" ]] ||

@@ -77,7 +77,7 @@ def main():
     """Train as one of the processes that horovodrun or srun has started."""
     hvd.init()  # horovod: waits for all processes and connects them
     rank, world_size = hvd.rank(), hvd.size()  # horovod: number of this process, from 0, and of all
-    if "OMP_NUM_THREADS" not in os.environ:  # share the cores that this job may use
+    if "OMP_NUM_THREADS" not in os.environ:  # CPU threads of a process: its share of the cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
     trainer = L.Trainer(
         accelerator="cpu",
@@ -93,7 +93,7 @@ def main():
     train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
     # horovod: shuffled parts of equal length; a process with one more step would hang
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
+    # collate_fn: joins samples into a batch; our data sets already return whole batches
     extra = {"collate_fn": data.collate}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
     # horovod: reads each test sample once; DistributedSampler would repeat or leave out some

@@ -30,7 +30,7 @@ def setup(args):
     longrun.prepare(args, rank, world_size, gather, hvd.shutdown)
     if world_size == 1 and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         longrun.fail("srun's tasks do not know of each other: use srun --mpi=pmix, see README.md")
-    if "OMP_NUM_THREADS" not in os.environ:  # share the cores that this job may use
+    if "OMP_NUM_THREADS" not in os.environ:  # CPU threads of a process: its share of the cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
     args.global_batch = args.global_batch or args.batch_size * world_size
     args.batch_size, rest = divmod(args.global_batch, world_size)

@@ -39,9 +39,9 @@ def parse_args():
     add("--lr", type=float, default=1e-3, help="learning rate")
     add("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by world size, or its root")
     add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
-    add("--precision", choices=tuple(PRECISIONS), default="fp32", help="bf16: mixed")
+    add("--precision", choices=tuple(PRECISIONS), default="fp32", help="bf16 is mixed")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
-    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
+    add("--timeout", type=positive, default=300, help="seconds per batch; 10 times that for a save")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
     add("--limit-steps", type=positive, help="steps and test batches per epoch, for a short trial")
@@ -175,7 +175,7 @@ def main(args):
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     if len(sampler) < args.batch_size:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
+    # collate_fn: joins samples into a batch; our data sets already return whole batches
     extra = {"collate_fn": data.collate}
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **extra)
     # horovod: reads each test sample once; DistributedSampler would repeat or leave out some

@@ -1,7 +1,7 @@
-"""What a long run needs besides the training: checks, whole files, checkpoints, a clean end.
+"""What a long run needs besides the training: checks, safe writes, checkpoints, a clean end.
 
 All processes of a run call these functions together, except positive, alive, fail, seed, describe
-and wish; rank 0 alone calls lock and find_checkpoint. Nothing here knows who started the processes.
+and wish; rank 0 alone calls lock and find_checkpoint. Any launcher may have started the processes.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ torch = sys.modules.get("torch")  # None if train.py has not imported it (Tensor
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # rates that PyTorch keeps in a parameter group
 GO_ON, SAVE, STOP = range(3)  # what `wish` answers after a step
 rank, size = int(os.environ.get("RANK", 0)), 1  # this process's number; number of processes
-gather_into, leave = (lambda values, value: values.__setitem__(0, value)), sys.exit
+gather_into, leave = (lambda values, value: values.__setitem__(0, value)), sys.exit  # alone
 last_save = time.monotonic()
 
 
@@ -37,20 +37,20 @@ def positive(text, least=1):
     return int(text)
 
 
-def prepare(args, my_rank, world_size, gather, leave_group):
+def prepare(args, my_rank, world_size, gather_all, leave_group):
     """Prepare this process for a long run; refuse to train on the CPU in a job that has GPUs.
 
-    gather(values, value) fills the list with the values of all ranks; end() calls leave_group().
+    gather_all(values, value) fills the list with all ranks' values; end() calls leave_group().
     """
     global rank, size, gather_into, leave
-    rank, size, gather_into, leave = my_rank, world_size, gather, leave_group
+    rank, size, gather_into, leave = my_rank, world_size, gather_all, leave_group
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, also in a hang
     alive(args.timeout)  # joining the others takes at most --timeout
     libc = ctypes.CDLL(None)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this process ends when its launcher ends
     # Keep freed memory for the next step: this makes steps on CPUs a fifth faster.
-    libc.mallopt(-3, 2**30) or libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD; maximum of old glibc
+    libc.mallopt(-3, 2**30) or libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD; old glibc wants less
     libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     has_gpus = os.environ.get("SLURM_GPUS_ON_NODE", "0") not in ("", "0")
     if torch and has_gpus and not torch.cuda.is_available() and os.environ.get("ALLOW_CPU") != "1":
@@ -78,7 +78,7 @@ def fail(message, together=False):
     """Print one line and end with status 2; together: all processes call it, and rank 0 prints."""
     line = f"train.py: error: {message}"
     if rank > 0 and not together:
-        time.sleep(2)  # rank 0 has usually failed, too: its line is enough
+        time.sleep(2)  # rank 0 often fails, too: its one line is enough
     if rank == 0 or not together:
         print(line, file=sys.stderr, flush=True)
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints this file at the end
@@ -141,9 +141,9 @@ def describe(args, stateful, data_sets):
     for name, part in zip(("training", "test"), data_sets, strict=True):
         labels, known = getattr(part, "labels", getattr(part, "targets", None)), 0
         with contextlib.suppress(Exception):  # only labels that are numbers in memory are compared
-            labels[0] + 0  # raises an error for a text
+            labels[0] + 0  # an error, unless labels are numbers
             values = labels.cpu() if hasattr(labels, "cpu") else labels
-            known = zlib.crc32(np.ascontiguousarray(values))
+            known = zlib.crc32(np.ascontiguousarray(values))  # a checksum
         size = len(part) if hasattr(part, "__len__") else "an unknown number of"
         run[f"{name} data of"] = f"{size} samples (labels {known:08x})"
     models = [part.state_dict() for part in stateful.values() if hasattr(part, "parameters")]
@@ -154,7 +154,7 @@ def describe(args, stateful, data_sets):
 
 
 def find_checkpoint(args, run):
-    """Lock the folder and test its checkpoint; return the content or None, and an error or None."""
+    """Lock the folder, test its checkpoint; return content or None, and an error or "" or None."""
     path = args.output_dir / "checkpoint.pt"
     if error := lock(args.output_dir):
         return None, error
@@ -187,7 +187,7 @@ def load_checkpoint(args, stateful, progress):
     """
     checkpoint, error = find_checkpoint(args, progress["run"]) if rank == 0 else (None, None)
     agree(error)
-    if not gather(checkpoint is not None)[0]:
+    if not gather(checkpoint is not None)[0]:  # [0]: what rank 0 has found
         return None
     if rank > 0:
         checkpoint = torch.load(args.output_dir / "checkpoint.pt", "cpu", weights_only=True)
@@ -214,7 +214,7 @@ def check(trained, progress):
     wrong = f"loss or weights are not finite after step {progress['step']}: nothing is saved"
     agree(None if finite else f"{wrong}; lower --lr, or look at the data")
     tables = np.array(gather(table)).reshape(size, -1, 2)  # ptp: largest minus smallest value
-    apart = np.ptp(tables, axis=0).max(1) > 1e-4 * tables[:, :, 1].max(0)
+    apart = np.ptp(tables, axis=0).max(1) > 1e-4 * tables[:, :, 1].max(0)  # more than rounding
     if apart.any() and os.environ.get("ALLOW_OTHER_WEIGHTS") != "1":
         wrong = f"weights of shape {tuple(trained[apart.argmax()].shape)} differ between the ranks"
         advice = "is a layer or a loss outside of DDP? To continue, set ALLOW_OTHER_WEIGHTS=1"
@@ -231,7 +231,7 @@ def save_checkpoint(args, stateful, progress):
     for row in progress["history"]:  # numbers in NumPy or in tensors become Python numbers
         row |= {name: value.item() for name, value in row.items() if hasattr(value, "item")}
     if history := progress["history"]:
-        names = list(dict.fromkeys(name for row in history for name in row))
+        names = list(dict.fromkeys(name for row in history for name in row))  # each once
         rows = [names, *([row.get(name, "nan") for name in names] for row in history)]
         text = "".join(",".join(map(str, row)) + "\n" for row in rows)
         write(args, "metrics.csv", lambda file: file.write(text.encode()))
@@ -274,7 +274,7 @@ def start(args, what, where, data_sets, stateful, progress):
 
 
 def wish(args):
-    """Return GO_ON, SAVE (--checkpoint-every) or STOP; rank 0's answer is for all processes."""
+    """Return GO_ON, SAVE (--checkpoint-every) or STOP; only rank 0's answer counts."""
     if rank == 0 and (args.output_dir / "stop").exists():  # job.sh makes this file, and so can you
         return STOP
     minutes = getattr(args, "checkpoint_every", None)
@@ -292,7 +292,7 @@ def end(args, progress, how, model="model.pt"):
     if rank == 0:
         print(message)
         stop = args.output_dir / "stop"
-        if stop.exists():  # job.sh looks for the file `stopped`, and requeues the job
+        if stop.exists():  # if SLURM asked, job.sh finds `stopped` and requeues the job
             stop.rename(args.output_dir / how)
     gather(None)  # no process ends before rank 0 is done
     leave()

@@ -40,7 +40,7 @@ class LitConvNet(L.LightningModule):
     def training_step(self, batch, _):
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
-        self.sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
+        self.sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
         self.sums[1] += len(labels)
         return loss  # ddp: Lightning calls backward(), in which DDP averages the gradients
 
@@ -86,14 +86,14 @@ def main():
     train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
     # ddp: shuffled parts of equal length; a process with one more step would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
+    # collate_fn: joins samples into a batch; our data sets already return whole batches
     extra = {"collate_fn": data.collate, "pin_memory": torch.cuda.is_available()}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
     # ddp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
 
-    torch.manual_seed(SEED + rank)  # ddp: dropout differs by process; DDP copies rank 0's weights
+    torch.manual_seed(SEED + rank)  # ddp: dropout, if there is any, differs by process
     model = LitConvNet()
     trainer.fit(model, train_loader, test_loader)
     if rank == 0:  # ddp: all processes have the same weights; one writes them

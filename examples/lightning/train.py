@@ -42,9 +42,9 @@ def parse_args():
     add("--global-batch", type=positive, help="samples per step; sets --batch-size")
     add("--lr", type=float, default=1e-3, help="learning rate")
     add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
-    add("--precision", choices=tuple(PRECISIONS), default="fp32", help="bf16: mixed")
+    add("--precision", choices=tuple(PRECISIONS), default="fp32", help="bf16 is mixed")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
-    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
+    add("--timeout", type=positive, default=300, help="seconds per batch; 10 times that for a save")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
     add("--limit-steps", type=positive, help="steps and test batches per epoch, for a short trial")
@@ -110,7 +110,7 @@ class LitConvNet(L.LightningModule):
         longrun.seed(self.args.seed, self.current_epoch, number, self.global_rank)
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
-        self.sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
+        self.sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
         self.sums[1] += len(labels)
         return loss  # ddp: Lightning calls backward(), in which DDP averages the gradients
 
@@ -179,7 +179,7 @@ def main(args):
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     if len(sampler) < args.batch_size:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: joins samples into a batch, unless the data set returns batches, as ours do
+    # collate_fn: joins samples into a batch; our data sets already return whole batches
     extra = {"collate_fn": data.collate, "pin_memory": torch.cuda.is_available()}
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **extra)
     # ddp: reads each test sample once; DistributedSampler would repeat or leave out some

@@ -51,10 +51,10 @@ def parse_args():
     add("--lr", type=float, default=5e-3, help="learning rate; for a pretrained model often 1e-4")
     add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
     add("--max-grad-norm", type=float, default=0.0, help="clip the gradients' norm; 0: do not")
-    add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: mixed")
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 is mixed")
     add("--seed", type=int, default=0, help="for initial adapters, shuffling and dropout")
     add("--compile", action="store_true", help="compile the model with torch.compile")
-    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
+    add("--timeout", type=positive, default=300, help="seconds per batch; 10 times that for a save")
     add("--checkpoint-every", type=float, metavar="MINUTES", help="also save within an epoch")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
@@ -64,7 +64,7 @@ def parse_args():
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
     if args.shard and args.full:
         parser.error("--shard divides a frozen model: for --full see the example fsdp")
-    batches = int(os.environ["WORLD_SIZE"]) * args.gradient_accumulation_steps  # per step
+    batches = int(os.environ["WORLD_SIZE"]) * args.gradient_accumulation_steps  # of all, per step
     args.global_batch = args.global_batch or args.batch_size * batches
     args.batch_size, rest = divmod(args.global_batch, batches)
     if rest or not args.batch_size:
@@ -173,7 +173,7 @@ def main(args):
     progress["sums"] = torch.zeros(1, dtype=torch.float64)
     what = f"{type(model).__name__} in {args.model_dir} on {args.text_file}"
     where = "nccl on cuda" if torch.cuda.is_available() else "gloo on cpu"
-    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)
+    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)  # resume
     config = SFTConfig(
         str(args.output_dir),
         per_device_train_batch_size=args.batch_size,
@@ -199,7 +199,7 @@ def main(args):
     trainer = Trainer(model, config, peft_config=None if args.full else lora, **data)
     trainer.remove_callback(PrinterCallback)
     train_set, test_set = trainer.train_dataset, trainer.eval_dataset  # as tokens
-    # ddp: the sums in a checkpoint are over all processes: only rank 0 continues them
+    # ddp: a checkpoint has the sums of all processes: rank 0 takes them, the others start at 0
     trainer.sums = progress["sums"] = progress["sums"].to(config.device) * (rank == 0)
     sampler = WholeSteps(args, train_set)
     extra = {"collate_fn": trainer.data_collator, "pin_memory": torch.cuda.is_available()}

@@ -25,7 +25,7 @@ EPOCHS, BATCH_SIZE, LR, SEED, WORKERS = 5, 16, 5e-4, 0, 2  # BATCH_SIZE, WORKERS
 
 
 def train_one_epoch(ddp_model, train_loader, optimizer, scheduler, device):
-    """Train to the end of an epoch; return the mean loss over the samples of all processes."""
+    """Train for one epoch; return the mean loss over the samples of all processes."""
     ddp_model.train()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
     for images, labels in train_loader:
@@ -33,7 +33,7 @@ def train_one_epoch(ddp_model, train_loader, optimizer, scheduler, device):
         logits = ddp_model(image_files.normalise(images, torch.float32))
         loss = F.cross_entropy(logits, labels)
         loss.backward()  # ddp: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
+        sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
         sums[1] += len(labels)
         optimizer.step()
         scheduler.step()
@@ -46,7 +46,7 @@ def train_one_epoch(ddp_model, train_loader, optimizer, scheduler, device):
 def evaluate(model, test_loader, device):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
-    for buffer in model.buffers():  # ddp: BatchNorm's statistics differ by process: use rank 0's
+    for buffer in model.buffers():  # ddp: use rank 0's buffers: those of BatchNorm differ
         dist.broadcast(buffer, src=0)
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
     for images, labels in test_loader:
@@ -83,7 +83,7 @@ def main():
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(test_part, BATCH_SIZE, **extra)
 
-    torch.manual_seed(SEED + rank)  # ddp: dropout differs by process; DDP copies rank 0's weights
+    torch.manual_seed(SEED + rank)  # ddp: dropout, if there is any, differs by process
     model = models.get_model("resnet18", num_classes=len(train_set.classes))
     model = model.to(device, memory_format=torch.channels_last)  # faster convolutions
     optimizer = torch.optim.AdamW(model.parameters(), LR, fused=device.type == "cuda")
@@ -92,10 +92,10 @@ def main():
     # ddp: copies rank 0's weights to all processes, and averages gradients in backward()
     ddp_model = DistributedDataParallel(model)
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
+        sampler.set_epoch(epoch)  # ddp: a new order in each epoch; each process takes its part
         train_set.epoch.fill_(epoch)  # loader: workers augment each image differently
         train_loss = train_one_epoch(ddp_model, train_loader, optimizer, scheduler, device)
-        # Not ddp_model: its forward pass can wait for a process that has no test batch left.
+        # Use model: ddp_model's forward pass can wait for a process without a test batch.
         test_loss, accuracy = evaluate(model, test_loader, device)
         if rank == 0:
             losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"
@@ -108,5 +108,5 @@ def main():
 
 if __name__ == "__main__":
     if "LOCAL_RANK" not in os.environ:
-        raise SystemExit("minimal.py: error: start it with torchrun, as its first lines say")
+        raise SystemExit("start it by: torchrun --standalone --nproc-per-node=2 minimal.py")
     main()

@@ -48,14 +48,14 @@ def parse_args():
     add("--lr", type=float, default=5e-4, help="learning rate")
     add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
     add("--max-grad-norm", type=float, help="clip the norm of the gradients to this value")
-    add("--precision", choices=("fp32", *AUTOCAST, "fp64"), default="fp32", help="bf16: mixed")
+    add("--precision", choices=("fp32", *AUTOCAST, "fp64"), default="fp32", help="bf16 is mixed")
     add("--sync-batchnorm", action="store_true", help="BatchNorm over all processes (GPUs)")
     add("--compile", action="store_true", help="compile the model: for long runs on GPUs")
     # loader: the cores of this process minus one; without SLURM torchrun gives it one core
     workers = max(1, torch.get_num_threads() - 1)
     add("--workers", type=lambda n: positive(n, 0), default=workers, help="workers per process")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and augmentation")
-    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
+    add("--timeout", type=positive, default=300, help="seconds per batch; 10 times that for a save")
     add("--checkpoint-every", type=float, metavar="MINUTES", help="also save within an epoch")
     add("--keep-epochs", action="store_true", help="also keep the weights after each epoch")
     add("--output-dir", type=Path, default="output", help="folder for everything the run writes")
@@ -64,7 +64,7 @@ def parse_args():
     args = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node=2 train.py")
-    batches = int(os.environ["WORLD_SIZE"]) * args.gradient_accumulation_steps  # per step
+    batches = int(os.environ["WORLD_SIZE"]) * args.gradient_accumulation_steps  # of all, per step
     args.global_batch = args.global_batch or args.batch_size * batches
     args.batch_size, rest = divmod(args.global_batch, batches)
     if rest or not args.batch_size:
@@ -119,7 +119,7 @@ def train_one_epoch(args, ddp_model, batches, stateful, progress):
             loss = F.cross_entropy(logits, labels)
             # ddp: averages the gradients
             scaler.scale(loss / args.gradient_accumulation_steps).backward()
-        sums[0] += loss.detach() * len(labels)  # .item() would make Python wait for the GPU
+        sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
         sums[1] += len(labels)
         if part == 0:
             if args.max_grad_norm:
@@ -135,7 +135,7 @@ def train_one_epoch(args, ddp_model, batches, stateful, progress):
             if answer != longrun.GO_ON:
                 save_checkpoint(args, stateful, progress)
             if answer == longrun.STOP:
-                longrun.end(args, progress, "stopped")  # stop: exits; job.sh requeues the job
+                longrun.end(args, progress, "stopped")  # stop: exits; job.sh may requeue the job
         longrun.alive(args.timeout)  # ends the process if the next call comes too late
     dist.all_reduce(sums)  # ddp: sum over all processes; each must call this, or the others hang
     return (sums[0] / sums[1]).item()
@@ -145,7 +145,7 @@ def train_one_epoch(args, ddp_model, batches, stateful, progress):
 def evaluate(args, model, test_loader, device):
     """Return mean loss, top-1 and top-5 accuracy, 0 to 1, over the samples of all processes."""
     model.eval()
-    for buffer in model.buffers():  # ddp: BatchNorm's statistics differ by process: use rank 0's
+    for buffer in model.buffers():  # ddp: use rank 0's buffers: those of BatchNorm differ
         dist.broadcast(buffer, src=0)
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, correct, in top 5, samples
     for batch in islice(test_loader, args.limit_steps):
@@ -215,14 +215,14 @@ def main(args):
     progress = {"step": 0, "epoch_step": 0, "history": [], "sums": torch.zeros(2).double()}
     what = f"{args.model} on {args.data_dir}"
     where = "nccl on cuda" if device.type == "cuda" else "gloo on cpu"
-    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)
-    # ddp: the sums in a checkpoint are over all processes: only rank 0 continues them
+    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)  # resume
+    # ddp: a checkpoint has the sums of all processes: rank 0 takes them, the others start at 0
     progress["sums"] = progress["sums"].to(device) * (rank == 0)
     # ddp: copies rank 0's weights to all processes, and averages gradients in backward()
     ddp_model = DistributedDataParallel(torch.compile(model) if args.compile else model)
 
     for epoch in range(len(progress["history"]), args.epochs):
-        sampler.set_epoch(epoch)  # ddp: another order in each epoch, the same in all processes
+        sampler.set_epoch(epoch)  # ddp: a new order in each epoch; each process takes its part
         train_set.epoch.fill_(epoch)  # loader: workers augment each image differently
         done = progress["epoch_step"] * parts  # batches done before a stop in this epoch
         order[:] = list(sampler)[done * args.batch_size :]
@@ -231,7 +231,7 @@ def main(args):
         batches = islice(train_loader, count)  # leaves out an incomplete last step
         train_loss = train_one_epoch(args, ddp_model, batches, stateful, progress)
         seconds = time.perf_counter() - start
-        # Not ddp_model: its forward pass can wait for a process that has no test batch left.
+        # Use model: ddp_model's forward pass can wait for a process without a test batch.
         test_loss, accuracy, top5 = evaluate(args, model, test_loader, device)
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
         row |= {"test_accuracy": accuracy, "test_top5_accuracy": top5}

@@ -39,14 +39,14 @@ def test_on_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.runs("full")
-@pytest.mark.timeout(1200)
-def test_throughput(tmp_path: Path) -> None:
-    """An example is measured beside the bare loop."""
-    words = ["--examples", "ddp_spawn", "--processes", "1", "--rounds", "1", "--limit-steps", "3", "--output", tmp_path]
-    run("benchmarks.measure", "throughput", *words)
-    found = rows(tmp_path / "throughput.csv")
-    assert [row["name"] for row in found] == ["bare", "ddp_spawn"] and float(found[0]["to bare"]) == 1
-    assert all(float(row["samples/s"]) > 1 for row in found)
+def test_measure_local(tmp_path: Path) -> None:
+    """Two examples of one environment end with the same bits and losses, at plausible costs."""
+    words = ["--examples", "torchrun_multinode", "--limit-steps", "3", "--output", tmp_path]
+    run("benchmarks.measure", "local", *words)
+    for row in (found := rows(tmp_path / "local.csv")):
+        assert float(row["weights"]) == 0 and float(row["losses"]) < 1e-12
+        assert float(row["s to the first step"]) > 1 and 200 < float(row["MB per process"]) < 4000
+    assert [row["example"] for row in found] == ["ddp_spawn", "torchrun_multinode"]
 
 
 def test_no_gpu_and_no_clone(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_no_gpu_and_no_clone(tmp_path: Path) -> None:
     refused = finish(words, 300, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     assert refused.returncode == 1 and refused.stderr.count("\n") == 1 and "finds no GPU" in refused.stderr
     words = ["--sources", tmp_path, "--only", "csc", "--rounds", "1", "--device", "cpu", "--output", tmp_path]
-    assert f"{tmp_path}/CSCfi+pytorch-ddp-examples is no clone with commit" in run("benchmarks.others", *words)
+    assert f"{tmp_path}/CSCfi+pytorch-ddp-examples is no clone with commit" in run("benchmarks.others", "speed", *words)
 
 
 def test_epochs_of_a_public_program() -> None:

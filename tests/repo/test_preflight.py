@@ -291,7 +291,7 @@ def test_wrong_interface(place: Place) -> None:
 
 
 @needs_lab
-@pytest.mark.parametrize("what", ["cut", "cancelled"])
+@pytest.mark.parametrize("what", [pytest.param("cut", marks=pytest.mark.full), "cancelled"])
 def test_ended_early(place: Place, what: str) -> None:
     """The cable of node2 is pulled, or the job cancelled, while torch is imported: the table comes all the same."""
     wait = place.folder / "wait"

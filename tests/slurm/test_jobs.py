@@ -44,17 +44,17 @@ def test_srun_job(example: str, source: Path, lab: Lab, tmp_path: Path, shipped_
 
 
 @pytest.mark.only("torchrun_multinode")
-@pytest.mark.parametrize("rows", [["processes", "ends"], pytest.param(checks.ROWS, marks=pytest.mark.full)])
-def test_verify(example: str, source: Path, lab: Lab, tmp_path: Path, rows: list[str]) -> None:
+@pytest.mark.runs("full")
+def test_verify(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """In an allocation of two nodes, verify starts train.py by srun, and its table is the one in its README."""
     folder = copy_example(source, tmp_path / example)
     shutil.copytree(ROOT / "verify", folder / "verify")
     options = ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2", f"--output={example}-%j.out")
-    command = f'exec "$VENV/bin/python" -m verify . --launcher srun --rows {" ".join(rows)}'
+    command = 'exec "$VENV/bin/python" -m verify . --launcher srun'
     job = submit(lab, example, folder, options=options, line=f"sbatch --wrap='{command}'").wait(1500)
     assert job.shown["JobState"] == "COMPLETED", job.log
     found, shown = re.findall(r"^(ok|weak|FAIL|not checked) {2,}", job.log, re.MULTILINE), verdicts("srun")
-    assert found == [shown[row] for row in rows], job.log
+    assert found == [shown[row] for row in checks.ROWS], job.log
 
 
 @pytest.mark.only(*MINIMAL)

@@ -85,6 +85,7 @@ def array_of_three(lab: Lab, folder: Path, **variables: str) -> None:
         assert lab.wait_for_job(tasks[number])["JobState"] == "COMPLETED"
 
 
+@ci_with("ddp_spawn", "horovod_cpu", "lightning", "torchrun_multinode")  # one of each way to start processes
 def test_job_array(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A task of a job array is requeued near its time limit, alone."""
     array_of_three(lab, stub(source, tmp_path / example))

@@ -28,7 +28,7 @@ class Hook:
         self.what, *self.where = do.split(":")  # an action, its step and rank
         self.plain, self.process = do == "plain", os.getpid()
         self.rank, self.step = int(os.environ.get("RANK", os.environ.get("HOROVOD_RANK", -1))), 0
-        self.loaders, self.saved = [], {}
+        self.loaders, self.saved, self.inside = [], {}, []  # inside: optimizers that are in step()
         self.clean = None  # the generators' states after the last seeding or batch
         functional = torch.nn.functional
         wrap(functional, self.dropout, "dropout", "dropout1d", "dropout2d", "dropout3d")
@@ -39,7 +39,8 @@ class Hook:
         wrap(os, self.rename, "replace", "rename")
         wrap(os, lambda original, status: (self.finish(), original(status)), "_exit")
         atexit.register(self.finish)
-        register_optimizer_step_post_hook(self.stepped)
+        optimizers.register_optimizer_step_pre_hook(lambda one, *_: self.inside.append(one))
+        optimizers.register_optimizer_step_post_hook(self.stepped)
         if self.plain:
             wrap(functional, self.attention, "scaled_dot_product_attention")
             wrap(torch, self.seed, "manual_seed")
@@ -170,6 +171,9 @@ class Hook:
     def stepped(self, optimizer, *_):
         """Note an optimizer's step, and act if this step is named."""
         self.process = os.getpid()  # this process can be a fork
+        self.inside.pop()
+        if self.inside:  # ZeroRedundancyOptimizer has an optimizer of this rank's part
+            return
         optimizer.verify_steps = getattr(optimizer, "verify_steps", 0) + 1
         self.step = max(self.step, optimizer.verify_steps)
         values = [value for group in optimizer.param_groups for value in group["params"]]
@@ -225,7 +229,7 @@ wanted = "VERIFY_DIR" in os.environ and "resource_tracker" not in sys.orig_argv[
 if wanted and util.find_spec("torch"):
     import numpy
     import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.optim import optimizer as optimizers
 
     Hook()
 here = os.path.dirname(os.path.abspath(__file__))  # another sitecustomize can follow in the path

@@ -38,7 +38,7 @@ def parse_args():
     add("--scale-lr", choices=("linear", "sqrt"), help="multiply --lr by world size, or its root")
     add("--warmup-steps", type=lambda n: positive(n, 0), default=0, help="steps to reach --lr")
     add("--seed", type=int, default=0, help="for initial weights, shuffling and dropout")
-    add("--timeout", type=positive, default=300, help="seconds per step; 10 times that for a save")
+    add("--timeout", type=positive, default=300, help="seconds per batch; 10 times that for a save")
     add("--output-dir", type=Path, default="output/lm", help="folder for everything the run writes")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one")
     add("--limit-steps", type=positive, help="steps and test batches per epoch, for a short trial")
@@ -180,7 +180,7 @@ def main(args):
     progress = {"step": 0, "history": []}  # optimizer steps of the run, and rows of metrics.csv
     what = f"TinyGPT on {args.text_file or 'a random text'}, {args.context} tokens per sample"
     where = "mpi on cpu" if hvd.mpi_enabled() else "gloo on cpu"
-    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)
+    progress = longrun.start(args, what, where, (train_set, test_set), stateful, progress)  # resume
     if progress["step"]:  # horovod: without a state this call would take a step to create one
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # horovod: rank 0's weights to all
