@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH = 64  # samples per batch of each process, for speed
@@ -96,15 +96,15 @@ def use_batch(batch: int) -> None:
     )
 
 
-def report(**figures: float) -> None:
+def tell(**values: float) -> None:
     """Append figures that a program reports to metrics.csv, on rank 0."""
     if os.environ["RANK"] == "0" or PROGRAMS[os.environ[NAME]].single:
         new = not Path("metrics.csv").exists()
         with open("metrics.csv", "a", newline="") as file:
-            writer = csv.DictWriter(file, figures)
+            writer = csv.DictWriter(file, values)
             if new:
                 writer.writeheader()
-            writer.writerow(figures)
+            writer.writerow(values)
 
 
 def printed(program: Any, pattern: str, column: str) -> None:
@@ -112,7 +112,7 @@ def printed(program: Any, pattern: str, column: str) -> None:
 
     def catch(*words: Any, **_: Any) -> None:
         for figure in re.findall(pattern, " ".join(map(str, words))):
-            report(**{column: float(figure)})
+            tell(**{column: float(figure)})
 
     program.print = catch
 
@@ -138,7 +138,7 @@ def mila(load: Callable[[], Any], args: Namespace) -> None:
 
     def reported(*words: Any) -> Any:
         loss, accuracy = validate(*words)
-        report(test_loss=float(loss), test_accuracy=float(accuracy))
+        tell(test_loss=float(loss), test_accuracy=float(accuracy))
         return loss, accuracy
 
     program.validation_loop = reported
@@ -180,7 +180,7 @@ def chapter(load: Callable[[], Any], args: Namespace) -> None:
     tokens = torch.randint(256, (384, 32), generator=torch.Generator().manual_seed(0))
     program._load_and_preprocess_data = lambda *_: [{"input_ids": row, "labels": row} for row in tokens]
     info = program.LOGGER.info
-    program.LOGGER.info = lambda line: report(train_loss=line["running_loss"]) if isinstance(line, dict) else info(line)
+    program.LOGGER.info = lambda line: tell(train_loss=line["running_loss"]) if isinstance(line, dict) else info(line)
     sys.argv += shlex.split("-e experiment --save-dir . -d random -m llama --log-freq 8 --ckpt-freq 8 --lr 1e-3")
     sys.argv += ["--num-epochs", str(args.epochs), "-b", str(args.batch)]
     program.main()
@@ -215,7 +215,7 @@ def accelerate(load: Callable[[], Any], args: Namespace) -> None:
     def compute() -> dict[str, float]:
         accuracy = sum(map(float, metric.seen)) / len(metric.seen)
         metric.seen.clear()
-        report(test_accuracy=accuracy)
+        tell(test_accuracy=accuracy)
         return {"accuracy": accuracy}
 
     metric.compute = compute
@@ -265,9 +265,9 @@ def fabric(load: Callable[[], Any], args: Namespace) -> None:
 
 def deepspeed(load: Callable[[], Any], args: Namespace) -> None:
     """Run DeepSpeed's example of CIFAR-10."""
-    program = load()
     from torch.utils.data import Subset
 
+    program = load()
     program.torchvision.datasets.CIFAR10 = lambda train, **_: mnist() if train else Subset(mnist(False), range(64))
     program.Net = lambda _: our_model()  # its test needs whole batches of 4
     config = program.get_ds_config
@@ -279,13 +279,13 @@ def deepspeed(load: Callable[[], Any], args: Namespace) -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """A public program: where it is, which flags `inner` offers for it, and which of our examples stands beside it."""
+    """A public program: where it is, which flag `inner` offers for it, and which of our examples stands beside it."""
 
     source: str  # on GitHub: OWNER/NAME@COMMIT
     file: str
     adapt: Callable[[Callable[[], Any], Namespace], None]
     ours: str = ""  # for speed; "": nothing of ours does the same work
-    flags: str = ""  # besides those of all programs
+    flag: str = ""  # besides those of all programs
     words: str = "--dataset=mnist --data-dir=../data --batch-size=64"  # of our train.py
     single: bool = False  # it trains with one process
 
@@ -310,15 +310,15 @@ PROGRAMS = {
     "csc": Program(CSC, "mnist_ddp.py", csc, "ddp_spawn"),
     "mila": Program(MILA, "docs/examples/distributed/multi_node/main.py", mila, "torchrun_multinode"),
     "mila_checkpoints": Program(
-        MILA, "docs/examples/good_practices/checkpointing/main.py", mila, flags="--resume", single=True
+        MILA, "docs/examples/good_practices/checkpointing/main.py", mila, flag="--resume", single=True
     ),
     "pytorch": Program(
         PYTORCH, "distributed/ddp-tutorial-series/multigpu_torchrun.py", pytorch, "torchrun_multinode", "--resume"
     ),
-    "lambda": Program(LAMBDA, "02-distributed-data-parallel/train_llm.py", chapter, flags="--resume"),
+    "lambda": Program(LAMBDA, "02-distributed-data-parallel/train_llm.py", chapter, flag="--resume"),
     "mp_spawn": Program(GUIDE, "src/mnist-distributed.py", guide, "ddp_spawn"),
     "nanogpt": Program(NANOGPT, "train.py", nanogpt, "fsdp", "--resume", OUR_GPT),
-    "accelerate": Program(ACCELERATE, "examples/nlp_example.py", accelerate, flags="--gradient-accumulation-steps"),
+    "accelerate": Program(ACCELERATE, "examples/nlp_example.py", accelerate, flag="--gradient-accumulation-steps"),
     "fabric": Program(LIGHTNING, "examples/fabric/image_classifier/train_fabric.py", fabric, "torchrun_multinode"),
     "deepspeed": Program(DEEPSPEED, "training/cifar/cifar10_deepspeed.py", deepspeed, "deepspeed"),
 }
@@ -382,10 +382,10 @@ def inner() -> None:
     name = os.environ[NAME]
     program, path = PROGRAMS[name], Path(os.environ[FILE])
     parser = argparse.ArgumentParser(name)
-    for flag in ("--epochs", "--global-batch", "--timeout", "--gradient-accumulation-steps"):
-        if flag in program.flags.split() or not flag.startswith("--grad"):
-            parser.add_argument(flag, type=int, default=1)
-    if "--resume" in program.flags.split():
+    more = [program.flag] * (program.flag == "--gradient-accumulation-steps")
+    for flag in ("--epochs", "--global-batch", "--timeout", *more):
+        parser.add_argument(flag, type=int, default=1)
+    if program.flag == "--resume":
         parser.add_argument("--resume", action="store_true", help="the program does so by itself, or by its own flag")
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--speed", action="store_true", help="measure it")
@@ -516,9 +516,9 @@ def verified(name: str, folder: Path, args: Namespace) -> dict[str, Any]:
     from harness.launchers import LAUNCHERS, copy_example
     from verify import checks
 
+    variables: dict[str, str] = {}
     if name in PROGRAMS:
-        program = PROGRAMS[name]
-        os.environ.update(prepare(name, folder, args))
+        program, variables = PROGRAMS[name], prepare(name, folder, args)
         rows = [row for row in ROWS if not program.single or row in ("seed", "checkpoint", "killed")]
         found = checks.check(folder, rows, "python train.py" if program.single else None)
         row = {"program": program.title}
@@ -526,11 +526,12 @@ def verified(name: str, folder: Path, args: Namespace) -> dict[str, Any]:
         found = checks.check(copy_example(ROOT / "examples" / name, folder / name), ROWS, LAUNCHERS[name].local)
         row = {"program": f"our {name}"}
     row |= dict.fromkeys(ROWS, "")
-    for key, verdict, text in found:
-        reason = text.partition(": ")[2]
-        print(f"{name} {key}: {verdict}: {reason}", flush=True)
-        missing = verdict == "not checked" and ("has no --" in reason or "writes no checkpoint" in reason)
-        row[key] = "not offered" if missing else verdict
+    with patch.dict(os.environ, variables):  # checks.check starts the runs while the loop goes on
+        for key, verdict, text in found:
+            reason = text.partition(": ")[2]
+            print(f"{name} {key}: {verdict}: {reason}", flush=True)
+            missing = verdict == "not checked" and ("has no --" in reason or "writes no checkpoint" in reason)
+            row[key] = "not offered" if missing else verdict
     return row
 
 

@@ -467,18 +467,18 @@ FORKED = {
 
 @pytest.mark.only("horovod_cpu", *FORKED)
 def test_rows_of_verify(example: str, folder: Path, tmp_path: Path) -> None:
-    """Three or four rows of verify find nothing; test_faults.py has all, for ddp_spawn and torchrun_multinode.
+    """Four rows of verify find nothing; tests/test_faults.py has all rows, for ddp_spawn and torchrun_multinode.
 
     Weights that are divided cannot be compared, and augmentation in loader workers begins its epoch again.
     """
     rows = ["samples", "weights", "checkpoint", "stopped"]
-    if example in ("horovod_cpu", "torchrun_vision"):
-        rows.pop()
     if example == "horovod_cpu":
+        rows.pop()
         found = list(checks.check(folder, rows, LAUNCHERS[example].local))
     else:
         words = "{n} train.py --devices {n}" if example == "lightning" else "{n} train.py"
         with forked.launcher(str(tmp_path / "s"), *FORKED[example]) as command:
             found = list(checks.check(folder, rows, f"{command} {words}"))
-    expected = {name: "not checked" if (example, name) == ("fsdp", "weights") else "ok" for name in rows}
+    unchecked = {"fsdp": "weights", "torchrun_vision": "stopped"}.get(example)
+    expected = {name: "not checked" if name == unchecked else "ok" for name in rows}
     assert {name: verdict for name, verdict, _ in found} == expected, found

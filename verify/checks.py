@@ -43,7 +43,7 @@ def readings(run):
     """Return what loaders read, in order: for each use that is no look at one batch, all notes."""
     found = {}
     for note in run.of("loader"):
-        if note["taken"] > note.get("batch", 0) or note["taken"] == len(note.get("indices", ())):
+        if note["train"] or not 0 < note["taken"] <= note["batch"] < len(note["indices"]):
             found.setdefault((note["step"], note["train"], note.get("of", 0)), []).append(note)
     return [found[key] for key in sorted(found)]
 
@@ -121,7 +121,7 @@ class Checks:
 
     def __init__(self, folder, launcher, flags):
         """Remove the files of an earlier check, and ask train.py for its flags."""
-        self.folder, self.flags, self.runs = folder, flags, {}
+        self.folder, self.runs = folder, {}
         self.output, self.launcher, self.hidden = folder / "verify-output", "python train.py", {}
         shutil.rmtree(self.output, ignore_errors=True)
         run = self.start("help", 1, ["--help"])
@@ -131,14 +131,13 @@ class Checks:
         launcher = launcher or ("spawn" if "--processes" in self.help else "torchrun")
         self.launcher = LAUNCHERS.get(launcher, launcher)
         self.base = [str(x) for pair in LIMITS.items() if pair[0] in self.help for x in pair]
-        self.flags += ["--epochs", "2"] * ("--epochs" in self.help)  # `killed` needs two
+        self.flags = [*self.base, *flags, *["--epochs", "2"] * ("--epochs" in self.help)]
         self.precise = next((p for p in ("fp64", "fp32") if {"--precision", p} <= self.help), "")
 
     def train(self, name, processes=2, more=(), **named):
         """Return the run with this name; start it if it has not been started; see start."""
         if name not in self.runs:
-            words = [*self.base, *self.flags, *more]
-            self.runs[name] = run = self.start(name, processes, words, **named)
+            self.runs[name] = run = self.start(name, processes, [*self.flags, *more], **named)
             print(f"      {name}: {run.seconds:.0f} s", flush=True)
         return self.runs[name]
 
@@ -197,8 +196,9 @@ class Checks:
                 if why := unlisted(*a, *b):
                     doubts.append(why)
                 elif sum(note["taken"] for note in a) != sum(note["taken"] for note in b):
-                    doubts += ["other samples"] * a[0]["train"]  # test batches can be larger
-                    found = {n: found[n] for n in found if "train" in n or "model.pt" in n}
+                    doubts += ["other samples"] * a[0]["train"]
+                    whole = all(note["taken"] == len(note["indices"]) for note in a + b)
+                    found = {n: found[n] for n in found if whole or "train" in n or "model.pt" in n}
             if not fp64:  # where a gradient is nearly 0, rounding decides Adam's step
                 found = {n: far for n, far in found.items() if "loss" in n}
             what, far = f"runs {base.place.name}, {run.place.name}", max(found.values(), default=0)
@@ -279,7 +279,7 @@ class Checks:
         return f"all ranks have the same bits after {self.first.steps} steps"
 
     def checkpoint(self):
-        """the checkpoint: rank 0 writes it, and renames it by os.replace; load errors end it."""
+        """the checkpoint: only rank 0 writes it, with os.replace; no torch.load error is caught."""
         writers, halves, folder = {}, {}, self.output / "cut" / "output"
         for note in self.first.of("file"):
             path = Path(note["path"])
