@@ -25,7 +25,7 @@ def at_once() -> int:
 # Of each session: marks of the tests, their files, a file in tests/ with what they need, and how many run at once.
 KINDS = {
     "smoke": ("smoke", ["tests/test_contract.py", "tests/test_minimal.py"], "requirements-smoke.txt", 1),
-    "checks": ("not smoke and not full", ["tests"], "requirements-checks.txt", at_once()),
+    "checks": ("not smoke and not full", ["tests"], "requirements-checks.txt", max(2, 2 * at_once() // 3)),
     "slurm": ("slurm and not full", ["tests/slurm"], "requirements-checks.txt", at_once()),
     "full": ("full", ["tests"], "requirements.txt", max(2, 2 * at_once() // 3)),
     "repo": ("repo and not full", [], "requirements.txt", at_once()),

@@ -21,12 +21,13 @@ from harness.processes import command_lines, wait_until
 from harness.runs import Reference
 from tests import forked, refusals
 from tests.conftest import ci_with
+from tests.test_horovod_cpu import MPI_AS_ROOT, MPIRUN
 from verify import checks
 
 EPOCHS = 5  # of a run with the default settings
 
-# In .ci/run verify kills ddp_spawn, and test_fsdp.py kills fsdp while it saves.
-KILLED_HERE = [name for name in EXAMPLES if name not in ("ddp_spawn", "fsdp")]
+# One of each framework. In .ci/run verify kills ddp_spawn, and test_fsdp.py kills fsdp while it saves.
+KILLED_HERE = {*EXAMPLES} - {"ddp_spawn", "fsdp", "horovod_lightning", "torchrun_vision"}
 OWN_SAVES = ("ddp_spawn", "deepspeed", "fsdp", "horovod_tensorflow", "lightning", "lora")
 # How train.py prints a column of metrics.csv: the words before the number, the unit after it, by what the column is
 # multiplied, and how many digits follow the point.
@@ -206,7 +207,7 @@ def test_stopped_and_resumed(example: str, folder: Path, reference: Reference) -
 
 
 @pytest.mark.only(*OWN_SAVES)
-@ci_with("ddp_spawn", "deepspeed")
+@ci_with("ddp_spawn")
 def test_finished_and_resumed(example: str, finished: Path, reference: Reference) -> None:
     """With --resume a finished run writes its model again; with more epochs and --lr 0 its weights stay as they are."""
     output = finished / "output"
@@ -343,7 +344,7 @@ def test_ranks_that_differ(example: str, folder: Path) -> None:
 
 
 @pytest.mark.only(*OWN_SAVES)
-@ci_with("ddp_spawn", "lightning")
+@ci_with("ddp_spawn")
 def test_loss_that_is_not_finite(example: str, folder: Path) -> None:
     """A run whose weights are no longer numbers ends with one line, and saves nothing after that."""
     runs.train(example, folder, 2, "--epochs", 1, "--limit-steps", 2)
@@ -400,6 +401,7 @@ OTHERS = {
 }
 
 
+@ci_with(*OTHERS, "ddp_spawn", "horovod_tensorflow", "lightning", "torchrun_multinode")
 def test_bad_input(example: str, finished: Path) -> None:
     """Bad arguments, input and checkpoints end a run with one line and status 2, and what is there stays as it is."""
     for name in ("cut", "dangling"):
@@ -421,7 +423,7 @@ def test_bad_input(example: str, finished: Path) -> None:
 
 
 @pytest.mark.only(*OWN_SAVES, "torchrun_vision")
-@ci_with("ddp_spawn", "horovod_tensorflow", "lora")
+@ci_with("ddp_spawn", "horovod_tensorflow")
 def test_checkpoint_of_another_model_or_data(example: str, finished: Path) -> None:
     """A checkpoint of other weights, or of other data, is refused by all processes with one line, the last."""
     status, before = LAUNCHERS[example].status_after_bad_input, content(finished / "output")
@@ -466,7 +468,7 @@ FORKED = {
 
 
 @pytest.mark.only("horovod_cpu", *FORKED)
-def test_rows_of_verify(example: str, folder: Path, tmp_path: Path) -> None:
+def test_rows_of_verify(example: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four rows of verify find nothing; tests/test_faults.py has all rows, for ddp_spawn and torchrun_multinode.
 
     Weights that are divided cannot be compared, and augmentation in loader workers begins its epoch again.
@@ -474,7 +476,9 @@ def test_rows_of_verify(example: str, folder: Path, tmp_path: Path) -> None:
     rows = ["samples", "weights", "checkpoint", "stopped"]
     if example == "horovod_cpu":
         rows.pop()
-        found = list(checks.check(folder, rows, LAUNCHERS[example].local))
+        for name, value in MPI_AS_ROOT.items():
+            monkeypatch.setenv(name, value)
+        found = list(checks.check(folder, rows, MPIRUN))
     else:
         words = "{n} train.py --devices {n}" if example == "lightning" else "{n} train.py"
         with forked.launcher(str(tmp_path / "s"), *FORKED[example]) as command:

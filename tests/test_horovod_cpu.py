@@ -12,8 +12,10 @@ from harness import outputs, readme, runs
 from harness.processes import wait_until
 
 pytestmark = pytest.mark.only("horovod_cpu")
+MPIRUN = "mpirun -np {n} --bind-to none --oversubscribe python train.py"
 # Open MPI starts nothing as root, as whom tests run in a container, unless these variables permit it.
 MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+MPI_AS_ROOT |= {"OMPI_MCA_mpi_yield_when_idle": "1"}  # other tests need the cores, too
 
 
 def lm(folder: Path, processes: int, arguments: str, **environment: str) -> runs.Run:
@@ -110,7 +112,6 @@ def test_mpirun_with_four_processes(example: str, folder: Path) -> None:
 
 def test_by_mpirun(example: str, folder: Path, ddp_spawn_output: Path) -> None:
     """Started by mpirun, over MPI, the default run ends with the bits of ddp_spawn, too."""
-    command = "mpirun -np 2 --bind-to none --oversubscribe python train.py"
-    run = runs.Run(command.split(), folder, MPI_AS_ROOT).wait()
+    run = runs.Run(MPIRUN.format(n=2).split(), folder, MPI_AS_ROOT).wait()
     assert run.status == 0 and "2 processes on 1 node, mpi on cpu" in run.stdout, run.stdout + run.stderr
     outputs.assert_same_run(folder / "output", ddp_spawn_output)

@@ -114,6 +114,7 @@ COUNT = """
 """
 
 
+@pytest.mark.runs("full")
 def test_shard(example: str, folder: Path) -> None:
     """With --shard the training is the same, also resumed, and each of two processes keeps half of the weights."""
     edits.edit(folder / "train.py", FORWARD, COUNT + FORWARD)

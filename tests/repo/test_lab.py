@@ -184,6 +184,7 @@ def run_lines(lines: list[str], folder: Path, **variables: str) -> str:
     return readme.run_block(lines, folder, **{"PATH": path, runs.MARKER: ""}, **variables).stdout
 
 
+@pytest.mark.runs("full")
 def test_from_nothing_to_a_job(name: str, tmp_path: Path) -> None:
     """The first block of the lab's README: an environment, then a job that trains."""
     share = repository(tmp_path / "clone")
@@ -196,7 +197,7 @@ def test_from_nothing_to_a_job(name: str, tmp_path: Path) -> None:
     assert run_lines([down], tmp_path / "clone") == "lab: ended\n"
 
 
-@pytest.mark.runs("full")  # test_from_nothing_to_a_job has the first of these commands
+@pytest.mark.runs("full")
 def test_readme(name: str, tmp_path: Path) -> None:
     """Each command in the lab's README does what stands beside it."""
     share = repository(tmp_path / "clone")

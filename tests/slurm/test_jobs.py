@@ -13,6 +13,7 @@ from harness.jobs import EPOCHS, submit
 from harness.launchers import HOROVOD, LAUNCHERS, MINIMAL, ROOT, copy_example
 from harness.runs import Reference
 from lab import Lab, faults
+from tests.conftest import ci_with
 from tests.slurm.small import all_nodes, assert_completed, held, two_processes
 from tests.test_faults import verdicts
 from verify import checks
@@ -58,6 +59,7 @@ def test_verify(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.only(*MINIMAL)
+@ci_with("ddp_spawn", "horovod_cpu", "lightning", "torchrun_multinode")  # one of each way to start processes
 def test_minimal_job(
     example: str, source: Path, lab: Lab, tmp_path: Path, shipped_job: Callable[[], Reference]
 ) -> None:
