@@ -7,10 +7,12 @@ import pytest
 
 from harness import readme, runs
 from harness.launchers import HOROVOD
+from tests.conftest import ci_with
 
 pytestmark = pytest.mark.only(*HOROVOD)
 
 
+@ci_with("horovod_cpu", "horovod_tensorflow")  # horovod_lightning asks as horovod_cpu does
 def test_srun_without_pmi(example: str, folder: Path) -> None:
     """A task of a larger srun that no MPI has been told of would train alone: refused.
 

@@ -59,8 +59,8 @@ TOOLS = "bash sh env cat basename dirname grep head tr mkdir mktemp mv cp rm sed
     [
         ("torch", ["torch", "pip install -r requirements.txt"]),
         ("c++", ["no c++", "apt-get install g++"]),
-        ("cmake", ["no cmake", "apt-get install"]),
-        ("make", ["no make", "apt-get install"]),
+        pytest.param("cmake", ["no cmake", "apt-get install"], marks=pytest.mark.runs("full")),
+        pytest.param("make", ["no make", "apt-get install"], marks=pytest.mark.runs("full")),
         ("Python.h", ["no Python.h", "apt-get install python3-dev", "conda"]),
         ("network", ["download failed", "login node"]),
     ],

@@ -155,6 +155,7 @@ def test_damaged_image(example: str, folder: Path) -> None:
     assert [line.split(" is damaged")[0] for line in found] == list(map(str, damaged))
 
 
+@pytest.mark.runs("full")
 def test_weights(example: str, folder: Path, reference: Reference, image_files: ModuleType) -> None:
     """--weights takes a state dict, also of other classes; what is none, or another model's, is one line."""
     from torchvision import models

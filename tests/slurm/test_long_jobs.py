@@ -46,7 +46,7 @@ FEW = ("--limit-steps", "2")  # in each epoch
 
 # The jobs of these start and stop as torchrun_multinode's, and as horovod_cpu's.
 @pytest.mark.only(*(name for name in EXAMPLES if name not in ("horovod_lightning", "torchrun_vision")))
-@ci_with("horovod_cpu", "lightning", "torchrun_multinode")  # one of each way to start processes
+@ci_with("horovod_cpu", "torchrun_multinode")  # verify stops most of the others
 def test_stopped_and_continued(example: str, source: Path, lab: Lab, tmp_path: Path) -> None:
     """A job is stopped near its time limit and preempted; it goes on after the step at which it has stopped.
 
