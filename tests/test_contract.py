@@ -320,6 +320,7 @@ def test_disk_full(example: str, finished: Path) -> None:
     assert checkpoint.read_bytes() == before
 
 
+# verify kills a process of the others, too.
 @pytest.mark.only("ddp_spawn", "lightning", "torchrun_multinode")
 @pytest.mark.parametrize("which", [pytest.param("process", marks=ci_with("lightning")), "launcher"])
 def test_one_killed(example: str, folder: Path, which: str) -> None:
@@ -399,7 +400,7 @@ OTHERS = {
 }
 
 
-@ci_with(*OTHERS, "ddp_spawn", "horovod_tensorflow", "lightning", "torchrun_multinode")
+@ci_with(*OTHERS, "ddp_spawn", "horovod_tensorflow")
 def test_bad_input(example: str, finished: Path) -> None:
     """Bad arguments, input and checkpoints end a run with one line and status 2, and what is there stays as it is."""
     for name in ("cut", "dangling"):
