@@ -135,7 +135,7 @@ def kill_one(run: runs.Run) -> None:
     wait_until(others, 300, "a worker that has loaded its framework", pause=0.1)
     os.kill(max(others()), signal.SIGKILL)
     run.wait(60, leaves=30)
-    assert run.status > 0 and "finished" not in run.stdout
+    assert run.status != 0 and "finished" not in run.stdout  # Lightning may kill its first process, too
     pattern = next(pattern for option, pattern in KILLED.items() if option in run.command)
     assert re.search(pattern, run.stderr), run.stderr
 
