@@ -20,6 +20,7 @@ from harness.processes import ASK_SLURM, wait_until  # noqa: E402
 from harness.runs import Reference  # noqa: E402
 from harness.sessions import in_ci  # noqa: E402
 from lab import Lab, Wanted, why_not  # noqa: E402
+from tests import lazy_dynamo  # noqa: E402
 from tests.reference import reference as make_reference  # noqa: E402
 
 # A shell lets what it starts with `&` ignore SIGINT, and so would everything that these tests start.
@@ -47,6 +48,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--example", action="append", choices=EXAMPLES, help="test this example only (repeatable)")
     parser.addoption("--folder", type=Path, help="where a copy of the one example lies (default: this repository)")
     parser.addoption("--references", type=Path, help="the folder where tests.reference has left reference runs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where `nox -s checks` runs, or `slurm`, let processes start in half of the time."""
+    if "not full" in config.option.markexpr and not hasattr(config, "workerinput"):  # not in a worker of xdist
+        lazy_dynamo.switch_on()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if "not full" in config.option.markexpr and not hasattr(config, "workerinput"):
+        lazy_dynamo.switch_off()
 
 
 def part_of(path: Path) -> str:
