@@ -31,7 +31,7 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = longrun.fail  # print the error as one line, without the usage
     add, positive = parser.add_argument, longrun.positive
-    add("--dataset", choices=data.NAMES, default="digits")
+    add("--dataset", choices=data.NAMES, default=data.NAMES[0])
     add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
     add("--epochs", type=positive, default=5, help="total number, including those before a resume")
     add("--batch-size", type=positive, default=64, help="samples per batch of each process")
@@ -92,7 +92,7 @@ def predict(args, model, batch, device):
 def train_one_epoch(args, accelerator, ddp_model, batches, stateful, progress):
     """Train to the end of an epoch; return the mean loss over the samples of all processes."""
     ddp_model.train()
-    sums = progress["sums"]  # loss, samples; a checkpoint within the epoch contains these sums
+    sums = progress["sums"]  # loss, labels; a checkpoint within the epoch contains these sums
     optimizer, scheduler = stateful["optimizer"], stateful["scheduler"]
     # ddp: each process and batch gets its own random numbers (dropout), also after a resume
     longrun.seed(args.seed, progress["step"], 0, dist.get_rank())
@@ -107,8 +107,8 @@ def train_one_epoch(args, accelerator, ddp_model, batches, stateful, progress):
             loss = F.cross_entropy(logits, labels)
             # accelerate: divides the loss by the number of batches per step
             accelerator.backward(loss)  # ddp: averages the gradients
-        sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
-        sums[1] += len(labels)
+        sums[0] += loss.detach() * labels.numel()  # not .item(): Python would wait for the GPU
+        sums[1] += labels.numel()
         if part == 0:
             if args.max_grad_norm:
                 accelerator.clip_grad_norm_(ddp_model.parameters(), args.max_grad_norm)
@@ -135,14 +135,14 @@ def train_one_epoch(args, accelerator, ddp_model, batches, stateful, progress):
 def evaluate(args, accelerator, model, test_loader):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
-    for buffer in model.buffers():  # ddp: use rank 0's buffers: those of BatchNorm differ
+    for buffer in model.buffers():  # ddp: use rank 0's BatchNorm statistics
         dist.broadcast(buffer, src=0)
-    sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss, correct, samples
+    sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss, correct, labels
     for batch in islice(test_loader, args.limit_steps):
         logits, labels = predict(args, model, batch, accelerator.device)
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
+        sums[2] += labels.numel()
         longrun.alive(args.timeout)
     sums = accelerator.reduce(sums)  # ddp: sum over all processes; each must call this
     return (sums[:2] / sums[2]).tolist()
@@ -162,7 +162,7 @@ def main(args):
     steps = min(len(sampler) // (args.batch_size * parts), args.limit_steps or len(train_set))
     if not steps:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: joins samples into a batch; our data sets already return whole batches
+    # collate_fn makes a batch of samples; pin_memory makes its copy to a GPU faster
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     # ddp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
@@ -199,7 +199,7 @@ def main(args):
         batches = islice(train_loader, count)  # leaves out an incomplete last step
         train_loss = train_one_epoch(args, accelerator, ddp_model, batches, stateful, progress)
         seconds = time.perf_counter() - start
-        # Use model: ddp_model's forward pass can wait for a process without a test batch.
+        # Not ddp_model: its forward pass can wait for a process that has fewer test batches.
         test_loss, accuracy = evaluate(args, accelerator, model, test_loader)
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
         speed = count * args.batch_size * world_size / seconds

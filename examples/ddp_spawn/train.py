@@ -31,7 +31,7 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add, positive = parser.add_argument, longrun.positive
     add("--processes", type=positive, default=torch.cuda.device_count() or 2, help="one per GPU")
-    add("--dataset", choices=data.NAMES, default="digits")
+    add("--dataset", choices=data.NAMES, default=data.NAMES[0])
     add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
     add("--epochs", type=positive, default=5, help="total number, including those before a resume")
     add("--batch-size", type=positive, default=64, help="samples per batch of each process")
@@ -84,7 +84,7 @@ def predict(args, model, batch, device):
 def train_one_epoch(args, ddp_model, batches, stateful, device, progress):
     """Train to the end of an epoch; return the mean loss over the samples of all processes."""
     ddp_model.train()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, labels
     optimizer, scheduler = stateful["optimizer"], stateful["scheduler"]
     for batch in batches:
         # ddp: each process and step gets its own random numbers (dropout), also after a resume
@@ -92,8 +92,8 @@ def train_one_epoch(args, ddp_model, batches, stateful, device, progress):
         logits, labels = predict(args, ddp_model, batch, device)
         loss = F.cross_entropy(logits, labels)
         loss.backward()  # ddp: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
-        sums[1] += len(labels)
+        sums[0] += loss.detach() * labels.numel()  # not .item(): Python would wait for the GPU
+        sums[1] += labels.numel()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -107,14 +107,14 @@ def train_one_epoch(args, ddp_model, batches, stateful, device, progress):
 def evaluate(args, model, test_loader, device):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
-    for buffer in model.buffers():  # ddp: use rank 0's buffers: those of BatchNorm differ
+    for buffer in model.buffers():  # ddp: use rank 0's BatchNorm statistics
         dist.broadcast(buffer, src=0)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, labels
     for batch in islice(test_loader, args.limit_steps):
         logits, labels = predict(args, model, batch, device)
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
+        sums[2] += labels.numel()
         longrun.alive(args.timeout)
     dist.all_reduce(sums)  # ddp: sum over all processes; each must call this, or the others hang
     return (sums[:2] / sums[2]).tolist()
@@ -142,7 +142,7 @@ def main(rank, args, port):
     steps = min(len(sampler) // args.batch_size, args.limit_steps or len(train_set))
     if not steps:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: joins samples into a batch; our data sets already return whole batches
+    # collate_fn makes a batch of samples; pin_memory makes its copy to a GPU faster
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     # ddp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))
@@ -173,7 +173,7 @@ def main(rank, args, port):
         batches, start = islice(train_loader, args.limit_steps), time.perf_counter()
         train_loss = train_one_epoch(args, ddp_model, batches, stateful, device, progress)
         seconds = time.perf_counter() - start
-        # Use model: ddp_model's forward pass can wait for a process without a test batch.
+        # Not ddp_model: its forward pass can wait for a process that has fewer test batches.
         test_loss, accuracy = evaluate(args, model, test_loader, device)
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
         speed = steps * args.global_batch / seconds

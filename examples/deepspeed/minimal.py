@@ -32,14 +32,14 @@ CONFIG = {
 def train_one_epoch(engine, train_loader, device):
     """Train for one epoch; return the mean loss over the samples of all processes."""
     engine.train()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, labels
     for images, labels in train_loader:
         images, labels = images.to(device), labels.to(device)
         logits = engine(images)
         loss = F.cross_entropy(logits, labels)
         engine.backward(loss)  # deepspeed: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
-        sums[1] += len(labels)
+        sums[0] += loss.detach() * labels.numel()  # not .item(): Python would wait for the GPU
+        sums[1] += labels.numel()
         engine.step()  # deepspeed: each process updates its part of the weights, and gets the rest
     dist.all_reduce(sums)  # deepspeed: sum over all processes; all must call this, or others hang
     return (sums[0] / sums[1]).item()
@@ -49,15 +49,15 @@ def train_one_epoch(engine, train_loader, device):
 def evaluate(engine, test_loader, device):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     engine.eval()
-    for buffer in engine.module.buffers():  # BatchNorm's statistics differ by process: use rank 0's
+    for buffer in engine.module.buffers():  # use rank 0's BatchNorm statistics
         dist.broadcast(buffer, src=0)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, labels
     for images, labels in test_loader:
         images, labels = images.to(device), labels.to(device)
         logits = engine(images)
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
+        sums[2] += labels.numel()
     dist.all_reduce(sums)  # deepspeed: sum over all processes; all must call this, or others hang
     return (sums[:2] / sums[2]).tolist()
 
@@ -77,7 +77,7 @@ def main():
     train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
     # deepspeed: shuffled parts of equal length; a process with one more step would hang
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: joins samples into a batch; our data sets already return whole batches
+    # collate_fn makes a batch of samples; pin_memory makes its copy to a GPU faster
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
     # deepspeed: reads each test sample once; DistributedSampler would repeat or leave out some
@@ -97,7 +97,7 @@ def main():
             losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"
             print(f"epoch {epoch + 1}: {losses}, test acc {accuracy:.2%}", flush=True)
     if rank == 0:  # deepspeed: up to stage 2 each process has all weights; one writes them
-        torch.save(model.cpu().state_dict(), "model.pt")
+        torch.save(model.cpu().state_dict(), "model.pt")  # .cpu(): loads without a GPU
     dist.destroy_process_group()
     os._exit(0)  # skip Python's clean-up, in which Gloo sometimes aborts (PyTorch 2.15)
 

@@ -34,7 +34,7 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = longrun.fail  # print the error as one line, without the usage
     add, positive = parser.add_argument, longrun.positive
-    add("--dataset", choices=data.NAMES, default="digits")
+    add("--dataset", choices=data.NAMES, default=data.NAMES[0])
     add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
     add("--epochs", type=positive, default=5, help="total number, including those before a resume")
     add("--batch-size", type=positive, default=64, help="samples per batch of each process")
@@ -85,15 +85,15 @@ def predict(engine, batch, device):
 def train_one_epoch(args, engine, batches, device, progress):
     """Train to the end of an epoch; return the mean loss over the samples of all processes."""
     engine.train()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, labels
     for number, batch in enumerate(batches):
         # deepspeed: each process and batch gets its own random numbers, also after a resume
         longrun.seed(args.seed, len(progress["history"]), number, dist.get_rank())
         logits, labels = predict(engine, batch, device)
         loss = F.cross_entropy(logits, labels)
         engine.backward(loss)  # deepspeed: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
-        sums[1] += len(labels)
+        sums[0] += loss.detach() * labels.numel()  # not .item(): Python would wait for the GPU
+        sums[1] += labels.numel()
         engine.step()  # deepspeed: after a step's last batch optimizer.step() and zero_grad()
         longrun.alive(args.timeout)  # ends the process if the next call comes too late
     progress["step"] = engine.global_steps
@@ -105,16 +105,16 @@ def train_one_epoch(args, engine, batches, device, progress):
 def evaluate(args, engine, test_loader, device):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     engine.eval()
-    for buffer in engine.module.buffers():  # BatchNorm's statistics differ by process: use rank 0's
+    for buffer in engine.module.buffers():  # use rank 0's BatchNorm statistics
         dist.broadcast(buffer, src=0)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, labels
     # deepspeed: at stage 3 all processes must call the engine equally often, with any batch
     for batch, counts in zero.equally_often(test_loader, args.limit_steps):
         logits, labels = predict(engine, batch, device)
         if counts:
             sums[0] += F.cross_entropy(logits, labels, reduction="sum")
             sums[1] += (logits.argmax(1) == labels).sum()
-            sums[2] += len(labels)
+            sums[2] += labels.numel()
         longrun.alive(args.timeout)
     dist.all_reduce(sums)  # deepspeed: sum over all processes; all must call this, or others hang
     return (sums[:2] / sums[2]).tolist()
@@ -147,7 +147,7 @@ def main(args):
     steps = min(len(sampler) // (args.batch_size * parts), args.limit_steps or len(train_set))
     if not steps:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: joins samples into a batch; our data sets already return whole batches
+    # collate_fn makes a batch of samples; pin_memory makes its copy to a GPU faster
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     # deepspeed: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))

@@ -35,8 +35,8 @@ def train_one_epoch(model, train_loader, optimizer, device):
         logits, labels = predict(model, batch, device)
         loss = token_loss(logits, labels)
         loss.backward()  # fsdp: averages the gradients; each process keeps those of its shard
-        sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
-        sums[1] += len(labels)
+        sums[0] += loss.detach() * labels.numel()  # not .item(): Python would wait for the GPU
+        sums[1] += labels.numel()
         optimizer.step()  # fsdp: each process updates its shard of the weights
         optimizer.zero_grad()
     dist.all_reduce(sums)  # fsdp: sum over all processes; each must call this, or the others hang
@@ -55,7 +55,7 @@ def evaluate(model, test_loader, count, device):
         logits, labels = predict(model, batch, device)
         if number < len(test_loader):
             sums[0] += token_loss(logits, labels, "sum")
-            sums[1] += len(labels)
+            sums[1] += labels.numel()
     dist.all_reduce(sums)  # fsdp: sum over all processes; each must call this, or the others hang
     return (sums[0] / sums[1]).item()
 
@@ -75,7 +75,7 @@ def main():
     train_set, test_set = data.load()  # random tokens, the same in all processes
     # fsdp: shuffled parts of equal length; a process with one more step would hang
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: joins samples into a batch; our data sets already return whole batches
+    # collate_fn makes a batch of samples; pin_memory makes its copy to a GPU faster
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
     # fsdp: reads each test sample once; DistributedSampler would repeat or leave out some

@@ -122,7 +122,7 @@ def train_one_epoch(args, model, optimizer, batches, stateful, progress):
         logits, labels = predict(model, batch, sums.device)
         loss = loss_function(logits, labels)
         (loss / args.gradient_accumulation_steps).backward()  # fsdp: averages, and keeps a shard
-        count = len(labels) / args.tensor_parallel  # tensor: each process counts its share
+        count = labels.numel() / args.tensor_parallel  # tensor: each process counts its share
         sums[0] += loss.detach() * count  # not .item(): Python would wait for the GPU
         sums[1] += count
         if part == 0:
@@ -157,7 +157,7 @@ def evaluate(args, model, test_loader, device):
         logits, labels = predict(model, batch, device)
         if number < len(test_loader):
             sums[0] += token_loss(logits, labels, "sum")
-            sums[1] += len(labels)  # tensor: a group's processes add the same, which cancels out
+            sums[1] += labels.numel()  # tensor: a group's processes add the same, which cancels out
         longrun.alive(args.timeout)
     dist.all_reduce(sums)  # fsdp: sum over all processes; each must call this, or the others hang
     return (sums[0] / sums[1]).item()
@@ -208,7 +208,7 @@ def main(args):
     steps = min(len(sampler) // (args.batch_size * parts), args.limit_steps or len(train_set))
     if not steps or len(test_set) < args.groups:
         longrun.fail(f"too few samples: {len(sampler)} for each group, {len(test_set)} to test")
-    # collate_fn: joins samples into a batch; our data sets already return whole batches
+    # collate_fn makes a batch of samples; pin_memory makes its copy to a GPU faster
     extra = {"collate_fn": data.collate, "pin_memory": device.type == "cuda"}
     # fsdp: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(args.group, len(test_set), args.groups))

@@ -23,13 +23,13 @@ EPOCHS, BATCH_SIZE, LR, SEED = 5, 64, 1e-3, 0  # BATCH_SIZE: samples per batch o
 def train_one_epoch(model, train_loader, optimizer):
     """Train for one epoch; return the mean loss over the samples of all processes."""
     model.train()
-    sums = torch.zeros(2, dtype=torch.float64)  # loss, samples
+    sums = torch.zeros(2, dtype=torch.float64)  # loss, labels
     for images, labels in train_loader:
         logits = model(images)
         loss = F.cross_entropy(logits, labels)
         loss.backward()  # horovod: starts to average the gradients over all processes
-        sums[0] += loss.detach() * len(labels)
-        sums[1] += len(labels)
+        sums[0] += loss.detach() * labels.numel()
+        sums[1] += labels.numel()
         optimizer.step()  # horovod: first waits until all gradients are averaged
         optimizer.zero_grad()
     sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes; each must call this
@@ -40,14 +40,14 @@ def train_one_epoch(model, train_loader, optimizer):
 def evaluate(model, test_loader):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
-    # horovod: BatchNorm's statistics differ by process: use rank 0's
+    # horovod: use rank 0's BatchNorm statistics: they differ by process
     hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
-    sums = torch.zeros(3, dtype=torch.float64)  # loss, correct, samples
+    sums = torch.zeros(3, dtype=torch.float64)  # loss, correct, labels
     for images, labels in test_loader:
         logits = model(images)
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
+        sums[2] += labels.numel()
     sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes; each must call this
     return (sums[:2] / sums[2]).tolist()
 
@@ -62,7 +62,7 @@ def main():
     train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
     # horovod: shuffled parts of equal length; a process with one more step would hang
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: joins samples into a batch; our data sets already return whole batches
+    # collate_fn makes a batch of samples
     extra = {"collate_fn": data.collate}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
     # horovod: reads each test sample once; DistributedSampler would repeat or leave out some

@@ -29,7 +29,7 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = longrun.fail  # print the error as one line, without the usage
     add, positive = parser.add_argument, longrun.positive
-    add("--dataset", choices=data.NAMES, default="digits")
+    add("--dataset", choices=data.NAMES, default=data.NAMES[0])
     add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
     add("--epochs", type=positive, default=5, help="total number, including those before a resume")
     add("--batch-size", type=positive, default=64, help="samples per batch of each process")
@@ -96,7 +96,7 @@ def predict(args, model, batch):
 def train_one_epoch(args, model, batches, stateful, progress):
     """Train to the end of an epoch; return the mean loss over the samples of all processes."""
     model.train()
-    sums = torch.zeros(2, dtype=torch.float64)  # loss, samples
+    sums = torch.zeros(2, dtype=torch.float64)  # loss, labels
     optimizer, scheduler = stateful["optimizer"], stateful["scheduler"]
     for batch in batches:
         # horovod: each process and step gets its own random numbers (dropout), also after a resume
@@ -104,8 +104,8 @@ def train_one_epoch(args, model, batches, stateful, progress):
         logits, labels = predict(args, model, batch)
         loss = F.cross_entropy(logits, labels)
         loss.backward()  # horovod: starts to average the gradients over all processes
-        sums[0] += loss.detach() * len(labels)
-        sums[1] += len(labels)
+        sums[0] += loss.detach() * labels.numel()
+        sums[1] += labels.numel()
         optimizer.step()  # horovod: first waits until all gradients are averaged
         scheduler.step()
         optimizer.zero_grad()
@@ -119,14 +119,14 @@ def train_one_epoch(args, model, batches, stateful, progress):
 def evaluate(args, model, test_loader):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
-    # horovod: BatchNorm's statistics differ by process: use rank 0's
+    # horovod: use rank 0's BatchNorm statistics: they differ by process
     hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
-    sums = torch.zeros(3, dtype=torch.float64)  # loss, correct, samples
+    sums = torch.zeros(3, dtype=torch.float64)  # loss, correct, labels
     for batch in islice(test_loader, args.limit_steps):
         logits, labels = predict(args, model, batch)
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
+        sums[2] += labels.numel()
         longrun.alive(args.timeout)
     sums = hvd.allreduce(sums, op=hvd.Sum)  # horovod: sum over all processes; each must call this
     return (sums[:2] / sums[2]).tolist()
@@ -154,7 +154,7 @@ def main(args):
     steps = min(len(sampler) // args.batch_size, args.limit_steps or len(train_set))
     if not steps:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: joins samples into a batch; our data sets already return whole batches
+    # collate_fn makes a batch of samples
     extra = {"collate_fn": data.collate}
     # horovod: reads each test sample once; DistributedSampler would repeat or leave out some
     test_part = Subset(test_set, range(rank, len(test_set), world_size))

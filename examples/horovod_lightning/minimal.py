@@ -42,28 +42,28 @@ class LitConvNet(L.LightningModule):
         optimizer.step()  # horovod: first waits until all gradients are averaged
 
     def on_train_epoch_start(self):
-        self.sums = torch.zeros(2, dtype=torch.double)  # loss, samples
+        self.sums = torch.zeros(2, dtype=torch.double)  # loss, labels
 
     def training_step(self, batch, _):
         images, labels = batch
         loss = F.cross_entropy(self.model(images), labels)
-        self.sums[0] += loss.detach() * len(labels)
-        self.sums[1] += len(labels)
+        self.sums[0] += loss.detach() * labels.numel()
+        self.sums[1] += labels.numel()
         return loss  # lightning: calls backward(), in which Horovod starts to send the gradients
 
     def on_validation_start(self):
         self.sums = hvd.allreduce(self.sums, op=hvd.Sum)  # horovod: sum over all processes
         self.train_loss = (self.sums[0] / self.sums[1]).item()
-        # horovod: BatchNorm's statistics differ by process: use rank 0's
+        # horovod: use rank 0's BatchNorm statistics: they differ by process
         hvd.broadcast_parameters(dict(self.named_buffers()), root_rank=0)
-        self.sums = torch.zeros(3, dtype=torch.double)  # loss, correct, samples
+        self.sums = torch.zeros(3, dtype=torch.double)  # loss, correct, labels
 
     def validation_step(self, batch, _):
         images, labels = batch
         logits = self.model(images)
         self.sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         self.sums[1] += (logits.argmax(1) == labels).sum()
-        self.sums[2] += len(labels)
+        self.sums[2] += labels.numel()
 
     def on_validation_epoch_end(self):
         self.sums = hvd.allreduce(self.sums, op=hvd.Sum)  # horovod: sum over all processes
@@ -93,7 +93,7 @@ def main():
     train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
     # horovod: shuffled parts of equal length; a process with one more step would hang
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: joins samples into a batch; our data sets already return whole batches
+    # collate_fn makes a batch of samples
     extra = {"collate_fn": data.collate}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
     # horovod: reads each test sample once; DistributedSampler would repeat or leave out some

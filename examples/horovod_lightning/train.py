@@ -31,7 +31,7 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = longrun.fail  # print the error as one line, without the usage
     add, positive = parser.add_argument, longrun.positive
-    add("--dataset", choices=data.NAMES, default="digits")
+    add("--dataset", choices=data.NAMES, default=data.NAMES[0])
     add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
     add("--epochs", type=positive, default=5, help="total number, including those before a resume")
     add("--batch-size", type=positive, default=64, help="samples per batch of each process")
@@ -103,15 +103,15 @@ class LitConvNet(L.LightningModule):
         if answer == longrun.STOP and hasattr(self, "start"):  # only after a checkpoint is saved
             longrun.end(self.args, self.progress, "stopped")  # job.sh requeues the job
         self.start = time.perf_counter()
-        self.sums = torch.zeros(2, dtype=torch.double)  # loss, samples
+        self.sums = torch.zeros(2, dtype=torch.double)  # loss, labels
 
     def training_step(self, batch, number):
         # horovod: each process and batch gets its own random numbers (dropout), also after a resume
         longrun.seed(self.args.seed, self.current_epoch, number, self.global_rank)
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
-        self.sums[0] += loss.detach() * len(labels)
-        self.sums[1] += len(labels)
+        self.sums[0] += loss.detach() * labels.numel()
+        self.sums[1] += labels.numel()
         return loss  # lightning: calls backward(), in which Horovod starts to send the gradients
 
     def on_train_batch_end(self, *_):
@@ -122,16 +122,16 @@ class LitConvNet(L.LightningModule):
         self.train_loss, samples = (self.sums[0] / self.sums[1]).item(), self.sums[1].item()
         seconds = time.perf_counter() - self.start
         self.speed = {"samples_per_second": samples / seconds, "seconds": seconds}
-        # horovod: BatchNorm's statistics differ by process: use rank 0's
+        # horovod: use rank 0's BatchNorm statistics: they differ by process
         hvd.broadcast_parameters(dict(self.named_buffers()), root_rank=0)
-        self.sums = torch.zeros(3, dtype=torch.double)  # loss, correct, samples
+        self.sums = torch.zeros(3, dtype=torch.double)  # loss, correct, labels
 
     def validation_step(self, batch, _):
         images, labels = batch
         logits = self(images)
         self.sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         self.sums[1] += (logits.argmax(1) == labels).sum()
-        self.sums[2] += len(labels)
+        self.sums[2] += labels.numel()
         longrun.alive(self.args.timeout)
 
     def on_validation_epoch_end(self):
@@ -175,7 +175,7 @@ def main(args):
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     if len(sampler) < args.batch_size:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: joins samples into a batch; our data sets already return whole batches
+    # collate_fn makes a batch of samples
     extra = {"collate_fn": data.collate}
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **extra)
     # horovod: reads each test sample once; DistributedSampler would repeat or leave out some

@@ -35,15 +35,15 @@ def make_steps(model, optimizer):
         tape = hvd.DistributedGradientTape(tape)  # horovod: replaces gradient()
         gradients = tape.gradient(loss, weights)  # horovod: averages them over all processes
         optimizer.apply(gradients, model.trainable_variables)
-        samples = tf.cast(len(labels), tf.float64)
+        samples = tf.cast(tf.size(labels), tf.float64)
         return tf.stack([tf.cast(loss, tf.float64) * samples, samples])
 
     @tf.function(reduce_retracing=True)
     def test_step(images, labels):
-        """Return (sum of the losses, correct predictions, samples) of this process's batch."""
+        """Return (sum of the losses, correct predictions, labels) of this process's batch."""
         logits = model(images, training=False)
-        correct = tf.argmax(logits, axis=1) == labels
-        sums = [tf.reduce_sum(losses(labels, logits)), tf.math.count_nonzero(correct), len(labels)]
+        correct = tf.math.count_nonzero(tf.argmax(logits, axis=1) == labels)
+        sums = [tf.reduce_sum(losses(labels, logits)), correct, tf.size(labels)]
         return tf.stack([tf.cast(value, tf.float64) for value in sums])
 
     return train_step, test_step
@@ -51,9 +51,9 @@ def make_steps(model, optimizer):
 
 def evaluate(model, test_step, test_set, part):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
-    # horovod: BatchNorm's statistics differ by process: use rank 0's
+    # horovod: use rank 0's BatchNorm statistics: they differ by process
     hvd.broadcast_variables([each.value for each in model.non_trainable_variables], root_rank=0)
-    sums = tf.zeros(3, tf.float64)  # loss, correct, samples
+    sums = tf.zeros(3, tf.float64)  # loss, correct, labels
     for first in range(0, len(part), BATCH_SIZE):
         sums += test_step(*test_set[part[first : first + BATCH_SIZE]])
     sums = hvd.allreduce(sums, op=hvd.Sum).numpy()  # horovod: sum over all; each process calls this
@@ -85,7 +85,7 @@ def main():
         # horovod: another order in each epoch, the same in all processes; each takes its part
         order = np.random.default_rng([SEED, epoch]).permutation(len(train_set))
         part = order[rank::world_size][: steps * BATCH_SIZE]
-        sums = tf.zeros(2, tf.float64)  # loss, samples
+        sums = tf.zeros(2, tf.float64)  # loss, labels
         for indices in part.reshape(steps, BATCH_SIZE):
             sums += train_step(*train_set[indices])
         sums = hvd.allreduce(sums, op=hvd.Sum).numpy()  # horovod: sum over all processes

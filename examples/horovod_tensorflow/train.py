@@ -33,7 +33,7 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = longrun.fail  # print the error as one line, without the usage
     add, positive = parser.add_argument, longrun.positive
-    add("--dataset", choices=data.NAMES, default="digits")
+    add("--dataset", choices=data.NAMES, default=data.NAMES[0])
     add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
     add("--epochs", type=positive, default=5, help="total number, including those before a resume")
     add("--batch-size", type=positive, default=64, help="samples per batch of each process")
@@ -97,15 +97,15 @@ def make_steps(model, optimizer):
         tape = hvd.DistributedGradientTape(tape)  # horovod: replaces gradient()
         gradients = tape.gradient(total, weights)  # horovod: averages them over all processes
         optimizer.apply(gradients, model.trainable_variables)
-        samples = tf.cast(len(labels), tf.float64)
+        samples = tf.cast(tf.size(labels), tf.float64)
         return tf.stack([tf.cast(loss, tf.float64) * samples, samples])
 
     @tf.function(reduce_retracing=True)
     def test_step(images, labels):
-        """Return (sum of the losses, correct predictions, samples) of this process's batch."""
+        """Return (sum of the losses, correct predictions, labels) of this process's batch."""
         logits = model(images, training=False)
-        correct = tf.argmax(logits, axis=1) == labels
-        sums = [tf.reduce_sum(losses(logits, labels)), tf.math.count_nonzero(correct), len(labels)]
+        correct = tf.math.count_nonzero(tf.argmax(logits, axis=1) == labels)
+        sums = [tf.reduce_sum(losses(logits, labels)), correct, tf.size(labels)]
         return tf.stack([tf.cast(value, tf.float64) for value in sums])
 
     return train_step, test_step
@@ -113,7 +113,7 @@ def make_steps(model, optimizer):
 
 def train_one_epoch(args, train_step, train_set, batches, progress):
     """Train with batches of indices; return the mean loss over the samples of all processes."""
-    sums = tf.zeros(2, tf.float64)  # loss, samples
+    sums = tf.zeros(2, tf.float64)  # loss, labels
     for indices in batches:
         sums += train_step(*train_set[indices])
         progress["step"] += 1
@@ -124,9 +124,9 @@ def train_one_epoch(args, train_step, train_set, batches, progress):
 
 def evaluate(args, model, test_step, test_set, part):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
-    # horovod: BatchNorm's statistics differ by process: use rank 0's
+    # horovod: use rank 0's BatchNorm statistics: they differ by process
     hvd.broadcast_variables([each.value for each in model.non_trainable_variables], root_rank=0)
-    sums = tf.zeros(3, tf.float64)  # loss, correct, samples
+    sums = tf.zeros(3, tf.float64)  # loss, correct, labels
     for first in range(0, len(part), args.batch_size)[: args.limit_steps]:
         sums += test_step(*test_set[part[first : first + args.batch_size]])
         longrun.alive(args.timeout)

@@ -35,28 +35,28 @@ class LitConvNet(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), LR)
 
     def on_train_epoch_start(self):
-        self.sums = torch.zeros(2, dtype=torch.double, device=self.device)  # loss, samples
+        self.sums = torch.zeros(2, dtype=torch.double, device=self.device)  # loss, labels
 
     def training_step(self, batch, _):
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
-        self.sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
-        self.sums[1] += len(labels)
+        self.sums[0] += loss.detach() * labels.numel()  # not .item(): Python would wait for the GPU
+        self.sums[1] += labels.numel()
         return loss  # ddp: Lightning calls backward(), in which DDP averages the gradients
 
     def on_validation_start(self):
         dist.all_reduce(self.sums)  # ddp: sum over all processes
         self.train_loss = (self.sums[0] / self.sums[1]).item()
-        for buffer in self.buffers():  # ddp: BatchNorm's statistics differ: use rank 0's
+        for buffer in self.buffers():  # ddp: use rank 0's BatchNorm statistics
             dist.broadcast(buffer, src=0)
-        self.sums = torch.zeros(3, dtype=torch.double, device=self.device)  # loss, correct, samples
+        self.sums = torch.zeros(3, dtype=torch.double, device=self.device)  # loss, correct, labels
 
     def validation_step(self, batch, _):
         images, labels = batch
         logits = self(images)
         self.sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         self.sums[1] += (logits.argmax(1) == labels).sum()
-        self.sums[2] += len(labels)
+        self.sums[2] += labels.numel()
 
     def on_validation_epoch_end(self):
         dist.all_reduce(self.sums)  # ddp: sum over all processes
@@ -86,7 +86,7 @@ def main():
     train_set, test_set = data.load("digits")  # or fashion_mnist: see README.md
     # ddp: shuffled parts of equal length; a process with one more step would hang in backward()
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
-    # collate_fn: joins samples into a batch; our data sets already return whole batches
+    # collate_fn makes a batch of samples; pin_memory makes its copy to a GPU faster
     extra = {"collate_fn": data.collate, "pin_memory": torch.cuda.is_available()}
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True, **extra)
     # ddp: reads each test sample once; DistributedSampler would repeat or leave out some

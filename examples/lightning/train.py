@@ -35,7 +35,7 @@ def parse_args():
     add, positive = parser.add_argument, longrun.positive
     add("--devices", type=positive, default=torch.cuda.device_count() or 2, help="processes a node")
     add("--nodes", type=positive, help="number of nodes; only run.slurm sets it")
-    add("--dataset", choices=data.NAMES, default="digits")
+    add("--dataset", choices=data.NAMES, default=data.NAMES[0])
     add("--data-dir", default="data", help="folder with the files of mnist and fashion_mnist")
     add("--epochs", type=positive, default=5, help="total number, including those before a resume")
     add("--batch-size", type=positive, default=64, help="samples per batch of each process")
@@ -103,15 +103,15 @@ class LitConvNet(L.LightningModule):
         if answer == longrun.STOP and hasattr(self, "start"):  # only after a checkpoint is saved
             longrun.end(self.args, self.progress, "stopped")  # job.sh requeues the job
         self.start = time.perf_counter()
-        self.sums = torch.zeros(2, dtype=torch.double, device=self.device)  # loss, samples
+        self.sums = torch.zeros(2, dtype=torch.double, device=self.device)  # loss, labels
 
     def training_step(self, batch, number):
         # ddp: each process and batch gets its own random numbers (dropout), also after a resume
         longrun.seed(self.args.seed, self.current_epoch, number, self.global_rank)
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
-        self.sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
-        self.sums[1] += len(labels)
+        self.sums[0] += loss.detach() * labels.numel()  # not .item(): Python would wait for the GPU
+        self.sums[1] += labels.numel()
         return loss  # ddp: Lightning calls backward(), in which DDP averages the gradients
 
     def on_train_batch_end(self, *_):
@@ -122,16 +122,16 @@ class LitConvNet(L.LightningModule):
         self.train_loss, samples = (self.sums[0] / self.sums[1]).item(), self.sums[1].item()
         seconds = time.perf_counter() - self.start
         self.speed = {"samples_per_second": samples / seconds, "seconds": seconds}
-        for buffer in self.buffers():  # ddp: BatchNorm's statistics differ: use rank 0's
+        for buffer in self.buffers():  # ddp: use rank 0's BatchNorm statistics
             dist.broadcast(buffer, src=0)
-        self.sums = torch.zeros(3, dtype=torch.double, device=self.device)  # loss, correct, samples
+        self.sums = torch.zeros(3, dtype=torch.double, device=self.device)  # loss, correct, labels
 
     def validation_step(self, batch, _):
         images, labels = batch
         logits = self(images)
         self.sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         self.sums[1] += (logits.argmax(1) == labels).sum()
-        self.sums[2] += len(labels)
+        self.sums[2] += labels.numel()
         longrun.alive(self.args.timeout)
 
     def on_validation_epoch_end(self):
@@ -179,7 +179,7 @@ def main(args):
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     if len(sampler) < args.batch_size:
         longrun.fail(f"the {len(sampler)} samples of each process are too few for one step")
-    # collate_fn: joins samples into a batch; our data sets already return whole batches
+    # collate_fn makes a batch of samples; pin_memory makes its copy to a GPU faster
     extra = {"collate_fn": data.collate, "pin_memory": torch.cuda.is_available()}
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **extra)
     # ddp: reads each test sample once; DistributedSampler would repeat or leave out some

@@ -27,14 +27,14 @@ EPOCHS, BATCH_SIZE, LR, SEED, WORKERS = 5, 16, 5e-4, 0, 2  # BATCH_SIZE, WORKERS
 def train_one_epoch(ddp_model, train_loader, optimizer, scheduler, device):
     """Train for one epoch; return the mean loss over the samples of all processes."""
     ddp_model.train()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, labels
     for images, labels in train_loader:
         images, labels = images.to(device), labels.to(device)
         logits = ddp_model(image_files.normalise(images, torch.float32))
         loss = F.cross_entropy(logits, labels)
         loss.backward()  # ddp: averages the gradients over all processes
-        sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
-        sums[1] += len(labels)
+        sums[0] += loss.detach() * labels.numel()  # not .item(): Python would wait for the GPU
+        sums[1] += labels.numel()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -46,15 +46,15 @@ def train_one_epoch(ddp_model, train_loader, optimizer, scheduler, device):
 def evaluate(model, test_loader, device):
     """Return the mean loss and the accuracy, from 0 to 1, over the samples of all processes."""
     model.eval()
-    for buffer in model.buffers():  # ddp: use rank 0's buffers: those of BatchNorm differ
+    for buffer in model.buffers():  # ddp: use rank 0's BatchNorm statistics
         dist.broadcast(buffer, src=0)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, labels
     for images, labels in test_loader:
         images, labels = images.to(device), labels.to(device)
         logits = model(image_files.normalise(images, torch.float32))
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
+        sums[2] += labels.numel()
     dist.all_reduce(sums)  # ddp: sum over all processes; each must call this, or the others hang
     return (sums[:2] / sums[2]).tolist()
 
@@ -95,13 +95,13 @@ def main():
         sampler.set_epoch(epoch)  # ddp: a new order in each epoch; each process takes its part
         train_set.epoch.fill_(epoch)  # loader: workers augment each image differently
         train_loss = train_one_epoch(ddp_model, train_loader, optimizer, scheduler, device)
-        # Use model: ddp_model's forward pass can wait for a process without a test batch.
+        # Not ddp_model: its forward pass can wait for a process that has fewer test batches.
         test_loss, accuracy = evaluate(model, test_loader, device)
         if rank == 0:
             losses = f"train loss {train_loss:.4f}, test loss {test_loss:.4f}"
             print(f"epoch {epoch + 1}: {losses}, test acc {accuracy:.2%}", flush=True)
     if rank == 0:  # ddp: all processes have the same weights; one writes them
-        torch.save(model.cpu().state_dict(), "model.pt")
+        torch.save(model.cpu().state_dict(), "model.pt")  # .cpu(): loads without a GPU
     dist.destroy_process_group()
     os._exit(0)  # skip Python's clean-up, in which Gloo sometimes aborts (PyTorch 2.15)
 

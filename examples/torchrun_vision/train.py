@@ -103,7 +103,7 @@ def predict(args, model, batch, device):
 def train_one_epoch(args, ddp_model, batches, stateful, progress):
     """Train to the end of an epoch; return the mean loss over the samples of all processes."""
     ddp_model.train()
-    sums = progress["sums"]  # loss, samples; a checkpoint within the epoch contains these sums
+    sums = progress["sums"]  # loss, labels; a checkpoint within the epoch contains these sums
     optimizer, scheduler = stateful["optimizer"], stateful["scheduler"]
     scaler = stateful["scaler"]  # fp16: the loss is scaled up, because small gradients would be 0
     for number, batch in enumerate(batches, 1):
@@ -119,8 +119,8 @@ def train_one_epoch(args, ddp_model, batches, stateful, progress):
             loss = F.cross_entropy(logits, labels)
             # ddp: averages the gradients
             scaler.scale(loss / args.gradient_accumulation_steps).backward()
-        sums[0] += loss.detach() * len(labels)  # not .item(): Python would wait for the GPU
-        sums[1] += len(labels)
+        sums[0] += loss.detach() * labels.numel()  # not .item(): Python would wait for the GPU
+        sums[1] += labels.numel()
         if part == 0:
             if args.max_grad_norm:
                 scaler.unscale_(optimizer)
@@ -145,16 +145,16 @@ def train_one_epoch(args, ddp_model, batches, stateful, progress):
 def evaluate(args, model, test_loader, device):
     """Return mean loss, top-1 and top-5 accuracy, 0 to 1, over the samples of all processes."""
     model.eval()
-    for buffer in model.buffers():  # ddp: use rank 0's buffers: those of BatchNorm differ
+    for buffer in model.buffers():  # ddp: use rank 0's BatchNorm statistics
         dist.broadcast(buffer, src=0)
-    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, correct, in top 5, samples
+    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, correct, in top 5, labels
     for batch in islice(test_loader, args.limit_steps):
         logits, labels = predict(args, model, batch, device)
         likeliest = logits.topk(min(5, logits.shape[1])).indices  # (B, 5): the likeliest is first
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (likeliest[:, 0] == labels).sum()
         sums[2] += (likeliest == labels[:, None]).sum()
-        sums[3] += len(labels)
+        sums[3] += labels.numel()
         longrun.alive(args.timeout)
     dist.all_reduce(sums)  # ddp: sum over all processes; each must call this, or the others hang
     return (sums[:3] / sums[3]).tolist()
@@ -231,7 +231,7 @@ def main(args):
         batches = islice(train_loader, count)  # leaves out an incomplete last step
         train_loss = train_one_epoch(args, ddp_model, batches, stateful, progress)
         seconds = time.perf_counter() - start
-        # Use model: ddp_model's forward pass can wait for a process without a test batch.
+        # Not ddp_model: its forward pass can wait for a process that has fewer test batches.
         test_loss, accuracy, top5 = evaluate(args, model, test_loader, device)
         row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": test_loss}
         row |= {"test_accuracy": accuracy, "test_top5_accuracy": top5}

@@ -1,1 +1,1 @@
-"""Models and data sets. In your own project this folder is yours to edit."""
+"""Models and data sets. In your own project edit this folder, or import modules of your own."""
