@@ -4,18 +4,32 @@ In its place stands a module with the functions that an eager training calls, an
 it for anything else gets the real package from then on. `nox -s smoke` and `nox -s full` run without this.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import sys
 import sysconfig
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 NAME = "torch._dynamo"
+
+
+def disable(function: Callable | None = None, *_: object, **__: object) -> Callable:
+    """Return the function, or a decorator that does."""
+    return function or disable
+
+
+@contextlib.contextmanager  # which is also a decorator
+def set_stance(*_: object, **__: object) -> Iterator[None]:
+    """Do nothing: it says what to do with compiled code."""
+    yield
+
+
 CALLED: dict[str, dict[str, object]] = {  # of each module
-    NAME: {"disable": lambda function, *_, **__: function, "graph_break": lambda *_, **__: None},
+    NAME: {"disable": disable, "graph_break": lambda *_, **__: None, "set_stance": set_stance},
     f"{NAME}.utils": {"get_optimize_ddp_mode": lambda: "ddp_optimizer"},
     f"{NAME}.trace_rules": {"clear_lru_cache": lambda: None},
 }
